@@ -1,0 +1,1 @@
+"""Floor 0. Package marker; import the modules."""
