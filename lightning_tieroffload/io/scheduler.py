@@ -1,0 +1,1104 @@
+"""Floor 3. The scheduler: lanes with priorities and bounds, tickets to wait on, errors that cannot be lost.
+
+Owns the queues in front of the movers, the lane threads and the loop thread. Does not know tiers, tensors or files: a
+work is a callable, and whoever submits it says how long the memory that it touches lives.
+
+[Note: who runs a work] A lane is a heap that its own few threads pull from; the decision what is next is one
+synchronous method (`_Lane.choose`) under one lock. The asyncio loop supervises (a watchdog over running works) and
+runs coroutines that await tickets; it is not a stop on a work's way. Through the loop every work would take three
+thread hand-overs instead of one, and each costs up to the interpreter's switch interval (5 ms) while the training
+thread runs pure Python.
+
+[Note: submit from anywhere] Autograd threads, lane threads and finalisers submit. A finaliser may run in a thread that
+holds our lock (a collection starts anywhere), so entry points never block on it: they append to a deque, and whoever
+holds the lock serves the deque when it lets go.
+
+[Note: first error] The first exception of any work, callback or of the loop is kept, wakes every waiter, and is raised
+by every later `submit`, `wait` and `raise_pending_error`. Works that are queued already still run: they are other
+shards' bytes, and finishing them leaves more of the state whole. Works submitted with ``may_fail=True`` keep their
+error to their own ticket.
+
+[Note: an error is not an end] `wait` can raise (a time-out, somebody else's error, Ctrl-C) while the work still runs
+and still writes. Memory may be freed when `ticket.done()`, or after `drain` or `close` have returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import collections
+import concurrent.futures
+import functools
+import heapq
+import itertools
+import logging
+import math
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from lightning_tieroffload.concepts import Ticket, Transfer
+from lightning_tieroffload.errors import TierOffloadError, TransferTimeoutError, UnsupportedError
+from lightning_tieroffload.io.loop_thread import LoopThread
+from lightning_tieroffload.sizes import format_nbytes
+
+__all__ = ["LaneExecutor", "LaneMover", "LaneSpec", "Scheduler", "TransferTicket", "WorkRecord"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_EXIT_WAIT_S = 4.0  # at interpreter exit: a stuck disk may not keep the process for longer
+_POLL_S = 0.5  # a parked waiter looks around this often, should a wake-up ever be lost
+_SCAN_LIMIT = 256  # queued works looked at for one of another owner when an owner has its share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneSpec:
+    """What bounds one lane.
+
+    ``concurrency`` works run at a time, each in a thread of the lane. ``max_inflight_nbytes`` bounds the sum of the
+    running works' ``nbytes`` (one work always may run). While others wait, one owner holds at most
+    ``max_share_frac`` of the lane's threads (at least one). A work that runs for longer than ``timeout_s`` (None: the
+    scheduler's) is an error; ``math.inf`` switches that off.
+    """
+
+    name: str
+    concurrency: int = 1
+    max_inflight_nbytes: int | None = None
+    max_share_frac: float = 1.0
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ValueError(f"lane {self.name}: concurrency={self.concurrency} must be 1 or more")
+        if self.max_inflight_nbytes is not None and self.max_inflight_nbytes < 1:
+            raise ValueError(f"lane {self.name}: max_inflight_nbytes={self.max_inflight_nbytes} must be 1 or more")
+        if not 0.0 < self.max_share_frac <= 1.0:
+            raise ValueError(f"lane {self.name}: max_share_frac={self.max_share_frac} must be in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRecord:
+    """One finished work, for traces. Times are ``time.perf_counter()`` seconds."""
+
+    lane: str
+    label: str
+    nbytes: int
+    submitted_s: float
+    started_s: float
+    finished_s: float
+    thread: str
+    failed: bool
+
+
+class TransferTicket(Generic[T]):
+    """A claim on a submitted work. Any thread may ask and wait, any number of times; coroutines may ``await`` it."""
+
+    __slots__ = (
+        "__weakref__",
+        "_after",
+        "_callbacks",
+        "_claim",
+        "_core",
+        "_done",
+        "_error",
+        "_foreign",
+        "_may_fail",
+        "_owner",
+        "_rank",
+        "_started_s",
+        "_submitted_s",
+        "_value",
+        "_work",
+        "label",
+        "lane",
+        "nbytes",
+    )
+
+    def __init__(
+        self,
+        core: _Core,
+        lane: str,
+        work: Callable[[], T] | None,
+        label: str,
+        *,
+        nbytes: int = 0,
+        rank: tuple[int, int, int] = (1, 0, 0),
+        owner: str | None = None,
+        may_fail: bool = False,
+    ) -> None:
+        self.label = label
+        self.lane = lane
+        self.nbytes = nbytes
+        self._core = core
+        self._work = work
+        self._rank = rank
+        self._owner = label if owner is None else owner
+        self._may_fail = may_fail
+        self._claim = [True]  # who pops it runs or cancels the work; list.pop is atomic
+        self._done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: collections.deque[Callable[[Any], Any]] = collections.deque()
+        self._after: Sequence[Any] = ()
+        self._foreign: tuple[Any, ...] = ()
+        self._submitted_s = time.perf_counter()
+        self._started_s = 0.0
+
+    def done(self) -> bool:
+        """Whether the work has ended, well or badly. The memory it used is free again."""
+        return self._done
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block until complete and return what the work returned. Any thread but the scheduler's loop.
+
+        Raises the scheduler's first error, this work's error, or ``TransferTimeoutError`` after ``timeout_s`` (None:
+        the scheduler's). [Note: an error is not an end]
+        """
+        if not self._done:
+            self._core.wait_for(self, timeout_s)
+        return self._outcome()
+
+    @property
+    def result(self) -> T:
+        """What the work returned; raises its error, or a ``TierOffloadError`` when it is not complete."""
+        if not self._done:
+            raise TierOffloadError(f"{self.label} on lane {self.lane} is not complete; wait for it.")
+        return self._outcome()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The work's own error, None while it runs and when it went well."""
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[TransferTicket[T]], Any]) -> None:
+        """Call ``callback(ticket)`` once when complete: in the thread that completes it, or here when it is already.
+
+        Callbacks must be short. What one raises is kept as the scheduler's first error.
+        """
+        self._callbacks.append(callback)
+        if self._done:
+            self._run_callbacks()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._done:
+            self._core.debug_finish(self)
+        if not self._done:
+            loop = asyncio.get_running_loop()
+            woken = loop.create_future()
+
+            def set_woken() -> None:
+                if not woken.done():
+                    woken.set_result(None)
+
+            def wake(_: object) -> None:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(set_woken)
+
+            self.add_done_callback(wake)
+            yield from woken
+        return self._outcome()
+
+    def __repr__(self) -> str:
+        return f"TransferTicket({self.label!r}, lane={self.lane!r}, {self._state()})"
+
+    def _state(self) -> str:
+        if self._done:
+            return "failed" if self._error is not None else "complete"
+        if self._started_s:
+            return f"running for {time.perf_counter() - self._started_s:.1f} s"
+        waits_for = [one for one in self._after if not one.done()]
+        if waits_for:
+            return f"waiting for {getattr(waits_for[0], 'label', waits_for[0])}"
+        return "queued"
+
+    def _outcome(self) -> T:
+        if self._core.pending_error is not None:
+            self._core.raise_pending_error()
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[no-any-return]
+
+    def _run_callbacks(self) -> None:
+        while True:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return
+            try:
+                callback(self)
+            except BaseException as error:  # kept and raised in the training thread
+                self._core.record_error(error)
+
+
+class _Parking:
+    """Where one idle lane thread sleeps, and through which it is handed its next ticket."""
+
+    __slots__ = ("lock", "ticket")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.lock.acquire()
+        self.ticket: TransferTicket[Any] | None = None
+
+
+class _Lane:
+    """The queue and the counts of one lane. No method blocks; every one is called under the scheduler's lock."""
+
+    def __init__(self, spec: LaneSpec, timeout_s: float) -> None:
+        self.spec = spec
+        self.timeout_s = timeout_s if spec.timeout_s is None else spec.timeout_s
+        self.heap: list[tuple[tuple[int, int, int], TransferTicket[Any]]] = []
+        self.running: dict[TransferTicket[Any], None] = {}
+        self.running_nbytes = 0
+        self.num_running_by_owner: collections.Counter[str] = collections.Counter()
+        self.max_running_per_owner = max(1, int(spec.max_share_frac * spec.concurrency))
+        self.idle: list[_Parking] = []
+        self.num_threads = 0
+        self.num_starting = 0
+        self.thread_index = itertools.count()
+        self.num_done = 0
+        self.done_nbytes = 0
+        self.busy_s = 0.0
+
+    def push(self, ticket: TransferTicket[Any]) -> None:
+        heapq.heappush(self.heap, (ticket._rank, ticket))
+
+    def choose(self) -> TransferTicket[Any] | None:
+        """The ticket that runs next, claimed and counted as running; None when nothing is ready or allowed."""
+        aside: list[tuple[tuple[int, int, int], TransferTicket[Any]]] = []
+        chosen = None
+        bounds_owners = self.max_running_per_owner < self.spec.concurrency
+        while self.heap:
+            rank, ticket = self.heap[0]
+            if rank != ticket._rank or not ticket._claim:  # expedited or cancelled since
+                heapq.heappop(self.heap)
+                continue
+            if not self._fits(ticket):
+                break  # strictly in order: a large transfer is not overtaken for ever by small ones
+            heapq.heappop(self.heap)
+            if (
+                bounds_owners
+                and len(aside) < _SCAN_LIMIT
+                and self.num_running_by_owner[ticket._owner] >= self.max_running_per_owner
+            ):
+                aside.append((rank, ticket))
+                continue
+            if self._claim(ticket):
+                chosen = ticket
+                break
+        for index, (_, ticket) in enumerate(aside):
+            # Nobody else waits: an owner alone may use the whole lane.
+            if chosen is None and self._fits(ticket) and self._claim(ticket):
+                chosen = ticket
+                del aside[index]
+                break
+        for entry in aside:
+            heapq.heappush(self.heap, entry)
+        return chosen
+
+    def _fits(self, ticket: TransferTicket[Any]) -> bool:
+        bound_nbytes = self.spec.max_inflight_nbytes
+        return bound_nbytes is None or not self.running or self.running_nbytes + ticket.nbytes <= bound_nbytes
+
+    def _claim(self, ticket: TransferTicket[Any]) -> bool:
+        try:
+            ticket._claim.pop()
+        except IndexError:
+            return False
+        self.running[ticket] = None
+        self.running_nbytes += ticket.nbytes
+        self.num_running_by_owner[ticket._owner] += 1
+        return True
+
+    def finish(self, ticket: TransferTicket[Any], busy_s: float) -> None:
+        del self.running[ticket]
+        self.running_nbytes -= ticket.nbytes
+        self.num_running_by_owner[ticket._owner] -= 1
+        if not self.num_running_by_owner[ticket._owner]:
+            del self.num_running_by_owner[ticket._owner]
+        self.num_done += 1
+        self.busy_s += busy_s
+        if ticket._error is None:
+            self.done_nbytes += ticket.nbytes
+
+    def num_queued(self) -> int:
+        return sum(1 for rank, ticket in list(self.heap) if ticket._claim and rank == ticket._rank)
+
+    def describe(self) -> str:
+        running = ", ".join(f"{ticket.label} {ticket._state()}" for ticket in list(self.running)[:4])
+        more = f" and {len(self.running) - 4} more" if len(self.running) > 4 else ""
+        return (
+            f"lane {self.spec.name}: {len(self.running)} of {self.spec.concurrency} running"
+            f"{f' ({running}{more})' if running else ''}, {self.num_queued()} queued, {self.num_done} done"
+        )
+
+
+class _Core:
+    """The state behind a `Scheduler`. Lane threads hold this and not the facade, so that a forgotten facade can die."""
+
+    def __init__(
+        self,
+        lanes: Sequence[LaneSpec],
+        timeout_s: float,
+        debug_seed: int | None,
+        debug_submit_run_frac: float,
+        observer: Callable[[WorkRecord], None] | None,
+        name: str,
+    ) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self.lanes = {spec.name: _Lane(spec, timeout_s) for spec in lanes}
+        if len(self.lanes) != len(lanes):
+            raise ValueError(f"two lanes have one name: {[spec.name for spec in lanes]}")
+        self.pid = os.getpid()
+        self.pending_error: BaseException | None = None
+        self._pending_traceback: TracebackType | None = None
+        self.error_was_raised = False
+        self._error_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._inbox: collections.deque[TransferTicket[Any]] = collections.deque()
+        self._to_start: collections.deque[_Lane] = collections.deque()
+        self._to_cancel: collections.deque[TransferTicket[Any]] = collections.deque()
+        self._unfinished: set[TransferTicket[Any]] = set()
+        self._parked: set[Callable[[object], None]] = set()
+        # Each lane thread and what it sets as its last act. Waiting is not by Thread.join: interrupted by Ctrl-C, that
+        # takes a running thread for ended (Python 3.11, bpo-45274).
+        self._threads: dict[threading.Thread, threading.Event] = {}
+        self._sequence = itertools.count()
+        self._closing = False
+        self._observer = observer
+        self._had_timeout = False
+        self.loop_thread = LoopThread(f"{name}-loop", on_death=self._loop_died)
+        self._supervised = False
+        # The seeded mode: no lane threads; works run in the threads that submit and wait. [See Scheduler]
+        self._rng = None if debug_seed is None else random.Random(debug_seed)
+        self._debug_submit_run_frac = debug_submit_run_frac
+        self._debug_ready: list[TransferTicket[Any]] = []
+        self._debug_depth = threading.local()
+        self._exit_hook = functools.partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._exit_hook)
+
+    # --- submitting -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        lane_name: str,
+        work: Callable[[], T],
+        label: str,
+        priority: int,
+        nbytes: int,
+        urgent: bool,
+        after: Sequence[Ticket],
+        owner: str | None,
+        may_fail: bool,
+    ) -> TransferTicket[T]:
+        self.check_process()
+        if self.pending_error is not None:
+            self.raise_pending_error()
+        if self._closing:
+            raise TierOffloadError(f"{label}: the scheduler is closed and takes no more work.")
+        if lane_name not in self.lanes:
+            raise ValueError(f"{label}: there is no lane {lane_name!r}; there are {', '.join(self.lanes)}")
+        rank = (0 if urgent else 1, priority, next(self._sequence))
+        ticket = TransferTicket(self, lane_name, work, label, nbytes=nbytes, rank=rank, owner=owner, may_fail=may_fail)
+        self._unfinished.add(ticket)
+        if after:
+            ticket._after = tuple(after)
+            self._advance(ticket)
+        else:
+            self._enqueue(ticket)
+        if self._rng is not None:
+            self._debug_at_submit()
+        return ticket
+
+    def spawn(self, make: Callable[[], Coroutine[Any, Any, T]], label: str, may_fail: bool) -> TransferTicket[T]:
+        self.check_process()
+        self.raise_pending_error()
+        if self._closing:
+            raise TierOffloadError(f"{label}: the scheduler is closed and takes no more work.")
+        ticket: TransferTicket[T] = TransferTicket(self, "loop", None, label, may_fail=may_fail)
+        ticket._claim.clear()  # it is the loop's: it ends by `finish` and nothing else
+        ticket._started_s = time.perf_counter()
+        self._unfinished.add(ticket)
+        self.loop_thread.spawn(make, functools.partial(self._finish_coroutine, ticket))
+        return ticket
+
+    def _finish_coroutine(self, ticket: TransferTicket[Any], value: Any, error: BaseException | None) -> None:
+        self._complete(ticket, value, error, is_news=not self._closing)  # at close it was cancelled by us
+
+    def _advance(self, ticket: TransferTicket[Any], _: object = None) -> None:
+        """Queue the ticket when all it waits for is complete; else come back when the next of them is."""
+        foreign = []
+        for other in ticket._after:
+            if not isinstance(other, TransferTicket):
+                foreign.append(other)  # has no callbacks (a copy's event): the lane thread waits for it
+            elif not other._done:
+                other.add_done_callback(functools.partial(self._advance, ticket))
+                return
+            elif other._error is not None:
+                if self._pop_claim(ticket):
+                    self._complete(ticket, None, other._error, is_news=False)
+                return
+        ticket._after = ()
+        ticket._foreign = tuple(foreign)
+        self._enqueue(ticket)
+
+    def _enqueue(self, ticket: TransferTicket[Any]) -> None:
+        self._inbox.append(ticket)
+        self._pump()
+
+    def expedite(self, ticket: TransferTicket[Any]) -> None:
+        if ticket._done or ticket._rank[0] == 0:
+            return
+        for other in ticket._after:
+            if isinstance(other, TransferTicket):
+                self.expedite(other)
+        ticket._rank = (0, *ticket._rank[1:])
+        if ticket._claim and ticket.lane in self.lanes and not ticket._after:
+            self._enqueue(ticket)  # the entry with the old rank is skipped when it comes up
+
+    def cancel(self, ticket: TransferTicket[Any]) -> bool:
+        if not self._pop_claim(ticket):
+            return False
+        error = TierOffloadError(f"{ticket.label} on lane {ticket.lane} was cancelled.")
+        self._complete(ticket, None, error, is_news=False)
+        return True
+
+    @staticmethod
+    def _pop_claim(ticket: TransferTicket[Any]) -> bool:
+        try:
+            ticket._claim.pop()
+        except IndexError:
+            return False
+        return True
+
+    def _pump(self) -> None:
+        """Serve the inbox unless somebody holds the lock: the holder does it then. [Note: submit from anywhere]"""
+        while self._inbox and self._lock.acquire(blocking=False):
+            try:
+                self._drain_locked()
+            finally:
+                self._lock.release()
+        self._settle()
+
+    def _drain_locked(self) -> None:
+        touched = []
+        while self._inbox:
+            ticket = self._inbox.popleft()
+            if self._closing:
+                self._to_cancel.append(ticket)
+            elif self._rng is not None:
+                self._debug_ready.append(ticket)
+            else:
+                lane = self.lanes[ticket.lane]
+                lane.push(ticket)
+                touched.append(lane)
+        for lane in touched:
+            self._dispatch_locked(lane)
+
+    def _dispatch_locked(self, lane: _Lane) -> None:
+        while lane.heap and lane.idle:
+            ticket = lane.choose()
+            if ticket is None:
+                return
+            parking = lane.idle.pop()
+            parking.ticket = ticket
+            parking.lock.release()
+        while lane.num_threads < lane.spec.concurrency and lane.num_starting < len(lane.heap):
+            lane.num_threads += 1
+            lane.num_starting += 1
+            self._to_start.append(lane)
+
+    def _settle(self) -> None:
+        """What must not happen under the lock: starting threads, completing what was cancelled."""
+        while self._to_start:
+            try:
+                lane = self._to_start.popleft()
+            except IndexError:
+                break
+            self._start_lane_thread(lane)
+        while self._to_cancel:
+            try:
+                ticket = self._to_cancel.popleft()
+            except IndexError:
+                break
+            self.cancel(ticket)
+
+    def _start_lane_thread(self, lane: _Lane) -> None:
+        self.supervise()
+        thread = threading.Thread(
+            target=self._lane_thread,
+            args=(lane,),
+            name=f"{self.name}-{lane.spec.name}-{next(lane.thread_index)}",
+            daemon=True,
+        )
+        self._threads[thread] = threading.Event()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit on threads, or the interpreter is going down
+            del self._threads[thread]
+            with self._lock:
+                lane.num_threads -= 1
+                lane.num_starting -= 1
+            failure = TierOffloadError(
+                f"lane {lane.spec.name}: a thread could not be started ({error}). "
+                f"Raise the limit on processes (ulimit -u), or lower io_threads."
+            )
+            failure.__cause__ = error
+            self.record_error(failure)
+
+    def start_threads(self) -> None:
+        self.check_process()
+        self.raise_pending_error()
+        if self._rng is not None or self._closing:
+            return
+        with self._lock:
+            for lane in self.lanes.values():
+                while lane.num_threads < lane.spec.concurrency:
+                    lane.num_threads += 1
+                    lane.num_starting += 1
+                    self._to_start.append(lane)
+        self._settle()
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def _lane_thread(self, lane: _Lane) -> None:
+        parking = _Parking()
+        ticket: TransferTicket[Any] | None = None
+        is_new = True
+        busy_s = 0.0
+        while True:
+            with self._lock:
+                if is_new:
+                    lane.num_starting -= 1
+                    is_new = False
+                if ticket is not None:
+                    lane.finish(ticket, busy_s)
+                self._drain_locked()
+                ticket = lane.choose()
+                is_last = ticket is None and self._closing
+                if is_last:
+                    lane.num_threads -= 1
+                elif ticket is None:
+                    lane.idle.append(parking)
+                elif lane.heap:
+                    self._dispatch_locked(lane)  # the bound on bytes may let several small works in at once
+            self._pump()
+            if is_last:
+                self._threads[threading.current_thread()].set()
+                return
+            if ticket is None:
+                if self._closing:  # it began after we looked and may have missed us
+                    self._wake_idle()
+                parking.lock.acquire()
+                ticket, parking.ticket = parking.ticket, None
+                if ticket is None:
+                    continue  # woken to see that the scheduler closes
+            busy_s = self._run(ticket)
+
+    def _run(self, ticket: TransferTicket[Any]) -> float:
+        """Run a claimed ticket's work in this thread; seconds it took."""
+        started_s = ticket._started_s = time.perf_counter()
+        value, failure = None, None
+        try:
+            for other in ticket._foreign:
+                other.wait()
+            work = ticket._work
+            value = work() if work is not None else None
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: they belong in the training thread
+            failure = error
+        work = None  # the work's memory must be free of us before anybody hears that it is complete
+        finished_s = time.perf_counter()
+        self._complete(ticket, value, failure)
+        if self._observer is not None:
+            record = WorkRecord(
+                ticket.lane,
+                ticket.label,
+                ticket.nbytes,
+                ticket._submitted_s,
+                started_s,
+                finished_s,
+                threading.current_thread().name,
+                failure is not None,
+            )
+            try:
+                self._observer(record)
+            except BaseException as error:
+                self.record_error(error)
+        return finished_s - started_s
+
+    def _complete(
+        self, ticket: TransferTicket[Any], value: Any, error: BaseException | None, *, is_news: bool = True
+    ) -> None:
+        ticket._work = None
+        ticket._foreign = ()
+        ticket._value = value
+        ticket._error = error
+        if error is not None and is_news and not ticket._may_fail:
+            self.record_error(error)
+        ticket._done = True
+        self._unfinished.discard(ticket)
+        ticket._run_callbacks()
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def wait_for(self, ticket: TransferTicket[Any], timeout_s: float | None) -> None:
+        """Return when the ticket is done or a first error is pending; raise past the deadline."""
+        self.check_process()
+        if threading.get_ident() == self.loop_thread.ident:
+            raise TierOffloadError(f"{ticket.label}: a coroutine must `await` the ticket; waiting would stop the loop.")
+        if self._rng is not None:
+            self.debug_finish(ticket)
+        self._park(ticket, self.timeout_s if timeout_s is None else timeout_s, ends_on_error=True)
+
+    def _park(self, ticket: TransferTicket[Any], timeout_s: float, *, ends_on_error: bool) -> None:
+        if ticket._done:
+            return
+        started_s = time.monotonic()
+        sleeper = threading.Lock()  # its timed acquire is interrupted by Ctrl-C in the main thread
+        sleeper.acquire()
+
+        def wake(_: object) -> None:
+            # Two wakers may meet (complete and error); the second release of an unlocked lock is no news.
+            try:
+                sleeper.release()
+            except RuntimeError:
+                return
+
+        ticket._callbacks.append(wake)
+        if ends_on_error:
+            self._parked.add(wake)
+        try:
+            while not ticket._done and not (ends_on_error and self.pending_error is not None):
+                waited_s = time.monotonic() - started_s
+                if waited_s >= timeout_s:
+                    self._had_timeout = True
+                    raise TransferTimeoutError(self._timeout_message(ticket, waited_s))
+                sleeper.acquire(timeout=min(_POLL_S, timeout_s - waited_s))
+        finally:
+            self._parked.discard(wake)
+            try:
+                ticket._callbacks.remove(wake)
+            except ValueError:
+                pass  # it was called
+
+    def _timeout_message(self, ticket: TransferTicket[Any], waited_s: float) -> str:
+        size = f" ({format_nbytes(ticket.nbytes)})" if ticket.nbytes else ""
+        return (
+            f"{ticket.label}{size} on lane {ticket.lane} was not complete after {waited_s:.1f} s: it is "
+            f"{ticket._state()}; awaited by thread {threading.current_thread().name}. {self.describe()}. "
+            f"Is the device under the lane stuck or very slow? Raise io_timeout_s if it is only slow."
+        )
+
+    def drain(self, timeout_s: float | None) -> None:
+        self.check_process()
+        if self._rng is not None:
+            while self._debug_run_one():
+                pass
+        deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        while self._unfinished:
+            for ticket in list(self._unfinished):
+                self._park(ticket, max(0.0, deadline_s - time.monotonic()), ends_on_error=False)
+        self.raise_pending_error()
+
+    # --- errors -----------------------------------------------------------------------------------------------------
+
+    def check_process(self) -> None:
+        if os.getpid() != self.pid:
+            raise UnsupportedError(
+                f"the scheduler belongs to process {self.pid}; its threads do not exist in the forked child "
+                f"{os.getpid()}. Do not touch an offloaded model in a worker process."
+            )
+
+    def record_error(self, error: BaseException) -> None:
+        with self._error_lock:
+            if self.pending_error is not None:
+                return
+            self._pending_traceback = error.__traceback__
+            self.error_was_raised = False
+            self.pending_error = error
+        for wake in list(self._parked):
+            wake(None)
+
+    def raise_pending_error(self) -> None:
+        error = self.pending_error
+        if error is not None:
+            if threading.current_thread() not in self._threads:  # raised in a lane thread, nobody has seen it yet
+                self.error_was_raised = True
+            # From the original traceback each time: raising one object again and again would pile frames up.
+            raise error.with_traceback(self._pending_traceback)
+
+    def clear_pending_error(self) -> BaseException | None:
+        with self._error_lock:
+            error, self.pending_error, self._pending_traceback = self.pending_error, None, None
+        return error
+
+    def _loop_died(self, cause: BaseException) -> None:
+        failure = TierOffloadError(f"{self.loop_thread.name} died: {type(cause).__name__}: {cause}")
+        failure.__cause__ = cause
+        self.record_error(failure)
+
+    def describe(self) -> str:
+        return "; ".join(lane.describe() for lane in self.lanes.values())
+
+    # --- supervision ------------------------------------------------------------------------------------------------
+
+    def supervise(self) -> None:
+        """Start the loop and its watchdog, once."""
+        if not self._supervised and self._rng is None and not self._closing:
+            self._supervised = True
+            self.loop_thread.spawn(self._watchdog, self._watchdog_ended)
+
+    def _watchdog_ended(self, _: object, error: BaseException | None) -> None:
+        # A cancelled watchdog is a loop that ends: `_loop_died` tells why.
+        if error is not None and not self._closing and not isinstance(error.__cause__, asyncio.CancelledError):
+            self.record_error(error)
+
+    async def _watchdog(self) -> None:
+        """A work that hangs though nobody waits for it is an error too, within its lane's time-out."""
+        limits_s = [lane.timeout_s for lane in self.lanes.values() if lane.timeout_s < math.inf]
+        if not limits_s:
+            return
+        while True:
+            await asyncio.sleep(min(1.0, min(limits_s) / 4))
+            now_s = time.perf_counter()
+            for lane in self.lanes.values():
+                for ticket in list(lane.running):
+                    # _started_s is 0 between claim and start.
+                    if not ticket._done and ticket._started_s and now_s - ticket._started_s > lane.timeout_s:
+                        self._had_timeout = True
+                        message = self._timeout_message(ticket, now_s - ticket._started_s)
+                        self.record_error(TransferTimeoutError(message))
+
+    # --- the seeded mode --------------------------------------------------------------------------------------------
+
+    def _debug_at_submit(self) -> None:
+        depth = getattr(self._debug_depth, "value", 0)
+        with self._lock:
+            rng = self._rng
+            is_drawn = rng is not None and rng.random() < self._debug_submit_run_frac
+        self._pump()
+        if is_drawn and depth < 4:
+            self._debug_run_one()
+
+    def _debug_run_one(self) -> bool:
+        """Run a random ready work in this thread. False when none is ready."""
+        while True:
+            with self._lock:
+                self._drain_locked()
+                if self._rng is None or not self._debug_ready:
+                    ticket = None
+                else:
+                    index = self._rng.randrange(len(self._debug_ready))
+                    ready = self._debug_ready
+                    ready[index], ready[-1] = ready[-1], ready[index]
+                    ticket = ready.pop()
+                    if not self.lanes[ticket.lane]._claim(ticket):
+                        continue
+            self._pump()
+            if ticket is None:
+                return False
+            depth = getattr(self._debug_depth, "value", 0)
+            self._debug_depth.value = depth + 1
+            try:
+                busy_s = self._run(ticket)
+            finally:
+                self._debug_depth.value = depth
+            with self._lock:
+                self.lanes[ticket.lane].finish(ticket, busy_s)
+            self._pump()
+            return True
+
+    def debug_finish(self, ticket: TransferTicket[Any]) -> None:
+        """In the seeded mode: run random ready works until this one is done. Elsewhere: nothing."""
+        if self._rng is None:
+            return
+        while not ticket._done:
+            if self._debug_run_one():
+                continue
+            if ticket._done or self.pending_error is not None:
+                return
+            if ticket._started_s or any(other._started_s for other in list(self._unfinished)):
+                return  # another thread or a coroutine is at it: wait as usual
+            raise TransferTimeoutError(
+                f"{ticket.label} on lane {ticket.lane} would never complete: it is {ticket._state()}, and nothing is "
+                f"left to run. {self.describe()}."
+            )
+
+    # --- closing ----------------------------------------------------------------------------------------------------
+
+    def begin_close(self) -> None:
+        """Cancel what is queued and tell every thread to end. Does not wait; callable from a finaliser."""
+        if os.getpid() != self.pid:
+            return
+        self._closing = True
+        atexit.unregister(self._exit_hook)
+        for ticket in list(self._unfinished):
+            self.cancel(ticket)
+        self._wake_idle()
+        self.loop_thread.begin_close()
+
+    def _wake_idle(self) -> None:
+        while self._lock.acquire(blocking=False):
+            try:
+                self._drain_locked()
+                parked = [parking for lane in self.lanes.values() for parking in lane.idle]
+                for lane in self.lanes.values():
+                    lane.idle.clear()
+                for parking in parked:
+                    parking.lock.release()
+            finally:
+                self._lock.release()
+            self._settle()
+            if not self._inbox:
+                return
+
+    def close(self, timeout_s: float | None) -> None:
+        if os.getpid() != self.pid:
+            return
+        self.begin_close()
+        if timeout_s is None:
+            # After a time-out something is stuck for longer than it may be already.
+            timeout_s = min(1.0, self.timeout_s) if self._had_timeout else self.timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        me = threading.current_thread()
+        stuck: list[str] = []
+        if not self.loop_thread.close(max(0.0, deadline_s - time.monotonic())) and me.ident != self.loop_thread.ident:
+            stuck.append(self.loop_thread.name)
+        while True:
+            left = [(thread, ended) for thread, ended in list(self._threads.items()) if thread is not me]
+            if not left:
+                break
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                stuck.extend(thread.name for thread, _ in left)
+                break
+            self._wake_idle()  # one may have gone to sleep between begin_close and now
+            thread, ended = left[0]
+            if ended.wait(min(left_s, _POLL_S)):
+                thread.join()
+                self._threads.pop(thread, None)
+        if self.pending_error is not None and not self.error_was_raised:
+            self.raise_pending_error()
+        if stuck:
+            raise TransferTimeoutError(
+                f"the scheduler could not close within {timeout_s:.1f} s: {', '.join(sorted(stuck))} still run. "
+                f"{self.describe()}. What they use stays allocated until they end. Is the device stuck?"
+            )
+
+
+def _close_at_exit(core_ref: weakref.ref[_Core]) -> None:
+    core = core_ref()
+    if core is None or os.getpid() != core.pid:
+        return
+    try:
+        core.close(min(core.timeout_s, _EXIT_WAIT_S))
+    except Exception as error:
+        _log.error("at exit: %s: %s", type(error).__name__, error)
+
+
+class Scheduler:
+    """Lanes of bounded threads, one asyncio loop beside them, tickets.
+
+    Args:
+        lanes: their names and bounds.
+        timeout_s: the default deadline of every wait, and of every running work (``io_timeout_s``).
+        debug_seed: the seeded mode. No lane threads exist: works run in the threads that submit and wait, in an order
+            that is random among those that are ready (priorities are ignored, ``after`` is not), the same for the same
+            seed. A work completes only when somebody waits, or, with probability ``debug_submit_run_frac``, at a
+            later submit. So a missing ``after`` or a missing wait shows as a wrong number, without sleeping. Do not
+            submit while holding a lock that a work takes, or set the fraction to 0.
+        observer: called with a `WorkRecord` after each work, in the thread that ran it. For traces.
+        name: prefix of the thread names: ``<name>-loop``, ``<name>-<lane>-<n>``.
+
+    Nothing is started before the first submit. Threads are daemons and are joined by ``close``, which also runs at
+    interpreter exit. A scheduler is bound to the process that made it.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[LaneSpec],
+        *,
+        timeout_s: float,
+        debug_seed: int | None = None,
+        debug_submit_run_frac: float = 0.25,
+        observer: Callable[[WorkRecord], None] | None = None,
+        name: str = "tieroffload",
+    ) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s={timeout_s} must be more than 0")
+        self._core = _Core(lanes, timeout_s, debug_seed, debug_submit_run_frac, observer, name)
+        finalizer = weakref.finalize(self, _Core.begin_close, self._core)
+        finalizer.atexit = False  # the core's own exit hook waits for what is running
+
+    @property
+    def timeout_s(self) -> float:
+        return self._core.timeout_s
+
+    @property
+    def lane_names(self) -> tuple[str, ...]:
+        return tuple(self._core.lanes)
+
+    @property
+    def closed(self) -> bool:
+        return self._core._closing
+
+    def start(self) -> None:
+        """Start the loop and every lane's threads now, so that the first step does not pay for it. Optional."""
+        self._core.supervise()
+        self._core.start_threads()
+
+    def submit(
+        self,
+        lane: str,
+        work: Callable[[], T],
+        *,
+        label: str,
+        priority: int = 0,
+        nbytes: int = 0,
+        urgent: bool = False,
+        after: Sequence[Ticket] = (),
+        owner: str | None = None,
+        may_fail: bool = False,
+    ) -> TransferTicket[T]:
+        """Queue ``work`` on ``lane`` and return at once. Any thread; a lane's own, autograd's and finalisers too.
+
+        Lower ``priority`` first, first come first served among equals, ``urgent`` ahead of all others. It becomes
+        ready when every ticket of ``after`` is complete and fails with the error of one that failed. ``label`` names
+        shard, operation and file in errors. ``owner`` (default: the label) is who `LaneSpec.max_share_frac` counts
+        for. With ``may_fail`` an error stays with this ticket and what comes after it. [Note: first error]
+        """
+        return self._core.submit(lane, work, label, priority, nbytes, urgent, after, owner, may_fail)
+
+    def spawn(
+        self, make: Callable[[], Coroutine[Any, Any, T]], *, label: str, may_fail: bool = False
+    ) -> TransferTicket[T]:
+        """Run the coroutine ``make()`` on the loop, as a child of its task group. It may ``await`` tickets.
+
+        It must not block; blocking calls belong on a lane. Still running at ``close``, it is cancelled. In the
+        coroutine, being cancelled does not mean that the work it awaited has ended. [Note: an error is not an end]
+        """
+        return self._core.spawn(make, label, may_fail)
+
+    def expedite(self, ticket: TransferTicket[Any]) -> None:
+        """Make a queued work, and what it waits for, urgent: its next use is now. No effect once it runs."""
+        self._core.expedite(ticket)
+
+    def cancel(self, ticket: TransferTicket[Any]) -> bool:
+        """Cancel a work that has not started; False when it has. Its waiters get a ``TierOffloadError``."""
+        return self._core.cancel(ticket)
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is queued or running, then raise the first error if there is one."""
+        self._core.drain(timeout_s)
+
+    def raise_pending_error(self) -> None:
+        """Raise the first error of any work, if there is one. A few nanoseconds when there is none."""
+        self._core.raise_pending_error()
+
+    def clear_pending_error(self) -> BaseException | None:
+        """Forget the first error and return it: the way back after the caller has put its own state in order."""
+        return self._core.clear_pending_error()
+
+    def mover(self, lane: str) -> LaneMover:
+        """A ``Mover`` (see concepts.py) that submits to ``lane``."""
+        return LaneMover(self, lane)
+
+    def report(self) -> dict[str, dict[str, int | float]]:
+        """Per lane: ``num_done``, ``done_nbytes``, ``busy_s``, ``num_queued``, ``num_running``, ``running_nbytes``."""
+        return {
+            name: {
+                "num_done": lane.num_done,
+                "done_nbytes": lane.done_nbytes,
+                "busy_s": lane.busy_s,
+                "num_queued": lane.num_queued(),
+                "num_running": len(lane.running),
+                "running_nbytes": lane.running_nbytes,
+            }
+            for name, lane in self._core.lanes.items()
+        }
+
+    def describe(self) -> str:
+        """One line per lane for people: what runs, since when, what waits."""
+        return self._core.describe()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Cancel what is queued, wait for what is running, end every thread. Idempotent.
+
+        Raises the first error if nobody has seen it yet, or ``TransferTimeoutError`` when something still runs after
+        ``timeout_s`` (default: the scheduler's; 1 s after an earlier time-out): then memory must not be freed.
+        """
+        self._core.close(timeout_s)
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        if exc_type is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as error:  # the first error is under way already and must not be masked
+            _log.debug("closing the scheduler: %s", error)
+
+    def __repr__(self) -> str:
+        return f"Scheduler({self._core.describe()})"
+
+
+class LaneMover:
+    """A ``Mover`` whose link is one lane of a scheduler."""
+
+    def __init__(self, scheduler: Scheduler, lane: str) -> None:
+        self._scheduler = scheduler
+        self._lane = lane
+
+    def submit(self, transfer: Transfer, work: Callable[[], T]) -> TransferTicket[T]:
+        return self._scheduler.submit(
+            self._lane,
+            work,
+            label=f"{transfer.link.name} {transfer.shard}",
+            priority=transfer.priority,
+            nbytes=transfer.nbytes,
+            owner=transfer.shard,
+        )
+
+
+class LaneExecutor(concurrent.futures.Executor):
+    """A lane as an executor for ``loop.run_in_executor`` and aiofiles' wrappers.
+
+    Unlike a ``ThreadPoolExecutor`` it goes on working while a non-main thread trains after the main thread has ended.
+    """
+
+    def __init__(self, scheduler: Scheduler, lane: str, *, label: str = "executor call") -> None:
+        self._scheduler = scheduler
+        self._lane = lane
+        self._label = label
+
+    def submit(  # type: ignore[override]
+        self, fn: Callable[..., T], /, *args: Any, **kwargs: Any
+    ) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+        ticket = self._scheduler.submit(
+            self._lane, functools.partial(fn, *args, **kwargs), label=self._label, may_fail=True
+        )
+
+        def finish(done: TransferTicket[T]) -> None:
+            if done._error is not None:
+                future.set_exception(done._error)
+            else:
+                future.set_result(done._value)
+
+        ticket.add_done_callback(finish)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing: the lane belongs to the scheduler."""
