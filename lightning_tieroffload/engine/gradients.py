@@ -1,0 +1,294 @@
+"""Floor 6. Gradients: off the device as they are born, true wherever they are, in torch's own order and rounding.
+
+Owns the ``GradRecord`` of every parameter. See [Note: gradient places].
+
+[Note: gradient places] Autograd writes its own field. When a unit's gradients are complete, or backward ends, they are
+copied to the unit's DRAM block (added there if an earlier backward left some) and the field is emptied. Settling is put
+off by one event, so that a user's post-accumulate hook that runs after ours still finds its gradient on the device.
+A gradient that the user read or set is *touched*: it stays in autograd's field, is the user's memory, and is
+authoritative until it is cleared. Adding in DRAM gives the bits of adding on the device: one IEEE addition each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.order import Phase
+from lightning_tieroffload.engine.params import ParamSlot, raw_grad, set_raw_grad
+from lightning_tieroffload.engine.streams import LANDED
+from lightning_tieroffload.engine.unit_state import GradPlace, GradRecord, UnitState
+
+__all__ = ["Gradients", "fits_host"]
+
+
+def fits_host(slot: ParamSlot, grad: torch.Tensor) -> bool:
+    """Whether a gradient can live in the unit's block: dense and of the parameter's own type and shape."""
+    return (
+        grad.layout == torch.strided
+        and grad.dtype == slot.dtype
+        and grad.shape == slot.shape
+        and type(grad) is torch.Tensor
+        and not grad.requires_grad  # create_graph: the gradient is part of a graph and must stay what it is
+    )
+
+
+class Gradients:
+    """The gradients of one device space. Called from the training thread and from autograd's threads."""
+
+    def __init__(self, space: DeviceSpace) -> None:
+        self._space = space
+        self._tasks: set[int] = set()
+        self._open: list[UnitState] = []  # units with born gradients
+        self.norm_types: set[float] = set()
+        self.charged_nbytes = 0
+
+    # ------------------------------------------------------------------------------------------------- backward
+    def in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def enter_backward(self) -> None:
+        """Called from every hook that runs inside backward: makes sure that its end is noticed."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task in self._tasks:
+            return
+        self._tasks.add(task)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+
+    def _end_backward(self, task: int) -> None:
+        with self._space.lock:
+            self._tasks.discard(task)
+            self.settle_all()
+
+    def on_unpack(self, unit: UnitState) -> None:
+        """Backward is about to read a unit's parameters."""
+        with self._space.lock:
+            self.enter_backward()
+            self.settle_all(but=unit)
+            self._space.need_in_backward(unit)
+            # Leased until the caller holds a view, which then keeps the unit here by itself.
+            unit.num_leases += 1
+            try:
+                if unit.max_grad_nbytes and self.in_backward():
+                    self._space.make_room(unit.max_grad_nbytes, keep=unit, what=f"gradients of {unit.name}", must=False)
+                self._space.prefetch(Phase.BACKWARD)
+            finally:
+                unit.num_leases -= 1
+
+    def on_born(self, slot: ParamSlot) -> None:
+        """Post-accumulate hook: autograd has just finished the parameter's gradient."""
+        unit: UnitState = slot.unit
+        with self._space.lock:
+            self.enter_backward()
+            self.settle_all(but=unit)
+            record = unit.grads[slot.index]
+            if record.touched:
+                return
+            grad = raw_grad(slot.param)
+            if grad is None or not fits_host(slot, grad):
+                record.place, record.touched = GradPlace.LIVE, grad is not None
+                return
+            if unit.born and self._space.ledger[Tier.DEVICE].headroom_nbytes < unit.grad_nbytes:
+                self._settle_unit(unit)  # tight: what was born before goes first
+            if slot not in unit.born:
+                self._space.make_room(slot.nbytes, keep=unit, what="gradient", must=False)
+                self._charge(slot.nbytes)
+                unit.born.append(slot)
+                if unit not in self._open:
+                    self._open.append(unit)
+
+    def _charge(self, nbytes: int) -> None:
+        self._space.ledger.charge(Tier.DEVICE, nbytes)
+        self.charged_nbytes += nbytes
+
+    def _discharge(self, nbytes: int) -> None:
+        self._space.ledger.release(Tier.DEVICE, nbytes)
+        self.charged_nbytes -= nbytes
+
+    def settle_all(self, but: UnitState | None = None) -> None:
+        """Send every born gradient on its way down, those of ``but`` excepted."""
+        for unit in list(self._open):
+            if unit is not but:
+                self._settle_unit(unit)
+                self._open.remove(unit)
+
+    def _settle_unit(self, unit: UnitState) -> None:
+        born, unit.born = unit.born, []
+        for slot in born:
+            self._discharge(slot.nbytes)
+            record = unit.grads[slot.index]
+            grad = raw_grad(slot.param)
+            if grad is None or record.touched:
+                continue  # user code took it in a hook of its own
+            if not fits_host(slot, grad):
+                record.place, record.touched = GradPlace.LIVE, True
+                continue
+            self._send_down(slot, record, grad)
+            set_raw_grad(slot.param, None)
+
+    def _send_down(self, slot: ParamSlot, record: GradRecord, grad: torch.Tensor) -> None:
+        unit: UnitState = slot.unit
+        self._space.wait_update(unit)  # the last update may still be reading the block
+        host = unit.host_grad(slot)
+        if record.place is GradPlace.HOST:
+            self.apply_factors(slot)
+            staged = grad
+            if grad.device.type != "cpu":
+                staged = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
+                self._space.download([(staged, grad)], f"gradient ({slot.name})").wait()
+            else:
+                self._space.moved_nbytes["d2h"] += grad.nbytes
+            host.add_(staged)
+        else:
+            record.ticket = self._space.download([(host, grad)], f"gradient ({slot.name})")
+            record.place = GradPlace.HOST
+            record.factors = []
+        record.norms = {}
+        for kind in self.norm_types if self._space.device.type == "cuda" and record.place is GradPlace.HOST else ():
+            record.norms[kind] = torch.linalg.vector_norm(grad, kind)
+
+    # ------------------------------------------------------------------------------------------------- p.grad
+    def read(self, slot: ParamSlot) -> torch.Tensor | None:
+        """``p.grad``: what the plain run would show. Brings a DRAM gradient to the device, where it then stays."""
+        with self._space.lock:
+            unit: UnitState = slot.unit
+            record = unit.grads[slot.index]
+            fresh = raw_grad(slot.param)
+            if record.place is not GradPlace.HOST:
+                if fresh is not None:
+                    self._touched(slot, record)
+                return fresh
+            host = self.host_value(slot)
+            grad = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self._space.device)
+            self._space.upload([(grad, host)], f"gradient ({slot.name})").wait()
+            if fresh is not None:
+                grad.add_(fresh)
+            set_raw_grad(slot.param, grad)
+            self._touched(slot, record)
+            return raw_grad(slot.param)
+
+    def _touched(self, slot: ParamSlot, record: GradRecord) -> None:
+        unit: UnitState = slot.unit
+        if slot in unit.born:
+            unit.born.remove(slot)
+            self._discharge(slot.nbytes)
+        record.place, record.touched = GradPlace.LIVE, True
+
+    def write(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
+        """``p.grad = grad``."""
+        with self._space.lock:
+            unit: UnitState = slot.unit
+            set_raw_grad(slot.param, grad)
+            record = unit.grads[slot.index]
+            self._touched(slot, record)
+            record.clear()
+            if grad is not None:
+                record.place, record.touched = GradPlace.LIVE, True
+
+    def host_value(self, slot: ParamSlot) -> torch.Tensor:
+        """The DRAM gradient with every ordered factor multiplied in, readable now. Memory stays the unit's."""
+        unit: UnitState = slot.unit
+        record = unit.grads[slot.index]
+        record.ticket.wait()
+        self.apply_factors(slot)
+        return unit.host_grad(slot)
+
+    def apply_factors(self, slot: ParamSlot) -> None:
+        unit: UnitState = slot.unit
+        record = unit.grads[slot.index]
+        record.ticket.wait()
+        if record.factors:
+            self._space.wait_update(unit)
+            host = unit.host_grad(slot)
+            for factor in record.factors:
+                host.mul_(factor.to(host.device))
+            record.factors = []
+
+    def zero(self, slots: Iterable[ParamSlot], *, set_to_none: bool) -> None:
+        """``zero_grad`` for managed parameters."""
+        with self._space.lock, torch.no_grad():
+            for slot in slots:
+                unit: UnitState = slot.unit
+                record = unit.grads[slot.index]
+                fresh = raw_grad(slot.param)
+                if set_to_none:
+                    if fresh is not None:
+                        set_raw_grad(slot.param, None)
+                    self._touched(slot, record)
+                    record.clear()
+                elif record.place is GradPlace.HOST and fresh is None:
+                    record.ticket.wait()
+                    self._space.wait_update(unit)
+                    unit.host_grad(slot).zero_()
+                    record.factors, record.norms = [], {}
+                else:
+                    grad = self.read(slot)
+                    if grad is not None:
+                        if grad.grad_fn is not None:
+                            grad.detach_()
+                        else:
+                            grad.requires_grad_(False)
+                        grad.zero_()
+
+    # ------------------------------------------------------------------------------------------------- clipping
+    def has_grad(self, slot: ParamSlot) -> bool:
+        record = slot.unit.grads[slot.index]
+        return record.place is GradPlace.HOST or raw_grad(slot.param) is not None
+
+    def is_down(self, slot: ParamSlot) -> bool:
+        return slot.unit.grads[slot.index].place is GradPlace.HOST and raw_grad(slot.param) is None
+
+    def norm(self, slot: ParamSlot, norm_type: float) -> torch.Tensor:
+        """The gradient's norm on the compute device, by the function that torch's clipping calls there."""
+        with self._space.lock:
+            record = slot.unit.grads[slot.index]
+            if norm_type in record.norms and not record.factors:
+                return record.norms[norm_type]
+            host = self.host_value(slot)
+            grad = host
+            if self._space.device.type != "cpu":
+                grad = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self._space.device)
+                self._space.upload([(grad, host)], f"gradient norm ({slot.name})").before_compute()
+            result = torch.linalg.vector_norm(grad, norm_type)
+            record.norms[norm_type] = result
+            return result
+
+    def multiply(self, slot: ParamSlot, factor: torch.Tensor) -> None:
+        """Order ``p.grad.mul_(factor)`` for a DRAM gradient."""
+        with self._space.lock:
+            record = slot.unit.grads[slot.index]
+            record.factors.append(factor.detach())
+            record.norms = {}
+
+    def clamp(self, slot: ParamSlot, limit: float) -> None:
+        with self._space.lock:
+            self._space.wait_update(slot.unit)
+            self.host_value(slot).clamp_(min=-limit, max=limit)
+            slot.unit.grads[slot.index].norms = {}
+
+    def drop_born(self) -> None:
+        """After an exception: gradients that have not left stay in autograd's field, where plain would have them."""
+        with self._space.lock:
+            self._tasks.clear()
+            self.settle_all()
+
+    def leased_nbytes(self) -> int:
+        return self.charged_nbytes
+
+    def update_source(self, slot: ParamSlot) -> tuple[Any, list[torch.Tensor]]:
+        """For a step: (the DRAM gradient's ticket, ordered factors). Live dense gradients are copied down first."""
+        unit: UnitState = slot.unit
+        record = unit.grads[slot.index]
+        fresh = raw_grad(slot.param)
+        if record.place is GradPlace.HOST and fresh is None:
+            return record.ticket, list(record.factors)
+        grad = self.read(slot)
+        if grad is None:
+            return LANDED, []
+        self._space.wait_update(unit)
+        ticket = self._space.download([(unit.host_grad(slot), grad.detach())], f"gradient ({slot.name})")
+        return ticket, []

@@ -1,0 +1,185 @@
+"""Floor 7. Hooks on the user's modules: open a compute window before forward, close it after. Leave no trace.
+
+[Note: hook-free copies] ``deepcopy`` of a module copies its hook tables. Our hooks copy as inert ones, which take
+themselves out of the copied tables when the memo of that deepcopy dies, that is when the whole copy is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.gradients import Gradients
+from lightning_tieroffload.engine.order import Phase
+from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
+from lightning_tieroffload.engine.unit_state import UnitState
+
+__all__ = ["ModuleHooks"]
+
+_MEMO_KEY = "lightning_tieroffload.inert_hooks"
+
+
+class _Frame:
+    __slots__ = ("has_pushed", "module", "units")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.units: Sequence[UnitState] = ()
+        self.has_pushed = False
+
+
+def _inert(*_: Any) -> None:
+    """What a copied or unpickled hook is: nothing."""
+
+
+class _Cleaner:
+    """Lives in a deepcopy's memo; takes the inert hooks out when the memo dies."""
+
+    def __init__(self) -> None:
+        self.tables: list[Any] = []
+
+    def __del__(self) -> None:
+        for table in self.tables:
+            for key in [k for k, hook in table.items() if hook is _inert]:
+                del table[key]
+
+
+class _Hook:
+    """A hook that leaves no trace in copies of its module."""
+
+    def __init__(self, call: Callable[..., None], units: tuple[UnitState, ...]) -> None:
+        self._call = call
+        self._units = units
+        self.table: Any = None
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._call(module, self._units)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        cleaner = memo.get(_MEMO_KEY)
+        if cleaner is None:
+            cleaner = memo[_MEMO_KEY] = _Cleaner()
+        copied = memo.get(id(self.table))
+        if copied is not None and not any(copied is table for table in cleaner.tables):
+            cleaner.tables.append(copied)
+        return _inert
+
+    def __reduce__(self) -> Any:
+        return "_inert"
+
+
+class ModuleHooks:
+    """The windows of one engine's modules, and the brackets around their ``state_dict``."""
+
+    def __init__(self, space: DeviceSpace, gradients: Gradients, watch: Callable[[UnitState], None]) -> None:
+        self._space = space
+        self._gradients = gradients
+        self._watch = watch  # called when a unit opens with gradients on: registers what is missing
+        self._local = threading.local()
+        self._handles: list[RemovableHandle] = []
+        self._wrapped: list[tuple[nn.Module, Any]] = []
+
+    # --------------------------------------------------------------------------------------------------- windows
+    def _frames(self) -> list[_Frame]:
+        frames = getattr(self._local, "frames", None)
+        if frames is None:
+            frames = self._local.frames = []
+        return frames  # type: ignore[no-any-return]
+
+    def enter(self, module: nn.Module, units: Sequence[UnitState]) -> None:
+        frames = self._frames()
+        frame = _Frame(module)
+        frames.append(frame)  # first: if what follows raises, the always-called hook finds its own frame
+        self._local.num_state_dicts = 0
+        has_grad = torch.is_grad_enabled()
+        if self._gradients.in_backward():
+            phase = Phase.BACKWARD
+            self._gradients.enter_backward()
+        else:
+            phase = Phase.FORWARD if has_grad else Phase.EVAL
+        self._space.open_window(units, phase)
+        frame.units = units
+        if has_grad:
+            for unit in units:
+                self._watch(unit)
+            frame.has_pushed = push_hooks(self._space, self._gradients.on_unpack)
+
+    def leave(self, module: nn.Module, units: Sequence[UnitState]) -> None:
+        frames = self._frames()
+        if not frames or frames[-1].module is not module:
+            return  # our hook before forward never ran (another one raised first)
+        frame = frames.pop()
+        if frame.has_pushed:
+            pop_hooks()
+        self._space.close_window(frame.units)
+
+    def reset(self) -> None:
+        """Close every window of the calling thread, after an exception that skipped the hooks (Ctrl-C)."""
+        frames = self._frames()
+        while frames:
+            frame = frames.pop()
+            if frame.has_pushed:
+                pop_hooks()
+            self._space.close_window(frame.units)
+        self._local.num_state_dicts = 0
+
+    def add(self, module: nn.Module, units: tuple[UnitState, ...]) -> None:
+        """Open a window over ``units`` around the module's forward."""
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            self._wrap_compiled(module, units)
+            return
+        before = _Hook(torch._dynamo.disable(self.enter), units)
+        after = _Hook(torch._dynamo.disable(self.leave), units)
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+        before.table, after.table = module._forward_pre_hooks, module._forward_hooks
+
+    def _wrap_compiled(self, module: nn.Module, units: tuple[UnitState, ...]) -> None:
+        # module.compile() compiles the call with its hooks; ours go around it, so that the graph does not break.
+        compiled = module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.enter(module, units)
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                self.leave(module, units)
+
+        module._compiled_call_impl = call
+        self._wrapped.append((module, compiled))
+
+    # --------------------------------------------------------------------------------------------------- state_dict
+    def bracket_state_dict(self, module: nn.Module, clear_snapshots: Callable[[], None]) -> None:
+        """Know whether ``state_dict`` is running: parameters then give snapshots, tied ones the same."""
+
+        def before(*_: Any) -> None:
+            self._local.num_state_dicts = getattr(self._local, "num_state_dicts", 0) + 1
+
+        def after(*_: Any) -> None:
+            self._local.num_state_dicts = max(0, getattr(self._local, "num_state_dicts", 1) - 1)
+            if self._local.num_state_dicts == 0:
+                clear_snapshots()
+
+        pre = _Hook(lambda *_: before(), ())
+        post = _Hook(lambda *_: after(), ())
+        self._handles.append(module.register_state_dict_pre_hook(pre))
+        self._handles.append(module.register_state_dict_post_hook(post))
+        pre.table, post.table = module._state_dict_pre_hooks, module._state_dict_hooks
+
+    def in_state_dict(self) -> bool:
+        return getattr(self._local, "num_state_dicts", 0) > 0
+
+    def close(self) -> None:
+        """Take every hook out again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module, compiled in self._wrapped:
+            module._compiled_call_impl = compiled
+        self._wrapped.clear()

@@ -1,0 +1,635 @@
+"""Floor 8. The engine: one model under management. Composition root, and what the faces call.
+
+Owns nothing but the wiring: units (``units``), what is on the device (``device_space``), gradients (``gradients``),
+updates (``optimizer``), hooks (``module_hooks``). Reading order: concepts, residency, this file, then the part at hand.
+
+[Note: one space per budget] Engines of one process with the same device and settings share one ``DeviceSpace``, hence
+one budget: a policy and its reference model do not each take all of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.config import TierOffloadConfig, resolve_budgets
+from lightning_tieroffload.engine import optimizer as optimizers
+from lightning_tieroffload.engine import torch_patches
+from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.gradients import Gradients
+from lightning_tieroffload.engine.module_hooks import ModuleHooks
+from lightning_tieroffload.engine.optimizer import Updates
+from lightning_tieroffload.engine.params import (
+    ParamSlot,
+    managed_slot,
+    raw_data,
+    raw_grad,
+    set_raw_data,
+    set_raw_grad,
+)
+from lightning_tieroffload.engine.unit_state import GradPlace, UnitState
+from lightning_tieroffload.engine.units import UnitSpec, find_units
+from lightning_tieroffload.errors import InfeasiblePlanError, UnsupportedError
+from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
+from lightning_tieroffload.sizes import format_nbytes
+
+__all__ = ["OffloadEngine", "engine_of"]
+
+_log = logging.getLogger(__name__)
+_UPDATE_LANE = "update"
+
+
+class _Core:
+    """What engines with the same device and settings share. Lives as long as one of them."""
+
+    def __init__(self, config: TierOffloadConfig, device: torch.device, adopted_nbytes: int) -> None:
+        self.config = config
+        self.device = device
+        on_host = device.type == "cpu"
+        budgets = resolve_budgets(
+            config,
+            device,
+            adopted_host_nbytes=adopted_nbytes,
+            adopted_device_nbytes=0 if on_host else adopted_nbytes,
+        )
+        delays = 0 if "delays" in config.debug and on_host else None
+        self.space = DeviceSpace(
+            device,
+            {Tier.DEVICE: budgets.device_nbytes, Tier.DRAM: budgets.dram_nbytes, Tier.NVME: budgets.nvme_nbytes},
+            prefetch_units=(1 if on_host else 2) if config.prefetch_units == "auto" else config.prefetch_units,
+            poison="poison" in config.debug,
+            no_overlap="no_overlap" in config.debug,
+            delay_seed=delays,
+        )
+        self.gradients = Gradients(self.space)
+        # The NVMe lanes come beside this one: the scheduler takes any number of lanes.
+        self.scheduler = Scheduler(
+            [LaneSpec(name=_UPDATE_LANE, concurrency=1)], timeout_s=config.io_timeout_s, debug_seed=delays
+        )
+        self.updates = Updates(
+            self.space,
+            self.gradients,
+            submit=self._submit_update,
+            kernel=config.optimizer_kernel,
+            find_kernel=_find_kernel,
+            make_pool=_make_pool,
+        )
+        self.engines: list[weakref.ref[OffloadEngine]] = []
+        self.num_open = 0
+        self.lock = threading.RLock()
+
+    def _submit_update(self, work: Callable[[], None], *, label: str, priority: int, after: Sequence[Any]) -> Any:
+        ticket = self.scheduler.submit(_UPDATE_LANE, work, label=label, priority=priority, after=after)
+        if self.space.no_overlap:
+            ticket.wait()
+        return ticket
+
+    def close(self) -> None:
+        self.updates.close()
+        self.space.close()
+        self.scheduler.close()
+
+
+def _find_kernel(cls: type, group: dict[str, Any], dtype: torch.dtype) -> Any:
+    from lightning_tieroffload.kernels.registry import find_kernel
+
+    return find_kernel(cls, group, dtype)
+
+
+def _make_pool() -> Any:
+    from lightning_tieroffload.kernels.pool import KernelPool
+
+    return KernelPool()
+
+
+_cores: weakref.WeakSet[_Core] = weakref.WeakSet()
+
+
+def engine_of(obj: Any) -> OffloadEngine | None:
+    """The engine that manages a module, a parameter or an optimizer; None where none does."""
+    if isinstance(obj, torch.Tensor):
+        slot = managed_slot(obj)
+        return None if slot is None else slot.owner  # type: ignore[return-value]
+    if isinstance(obj, nn.Module):
+        candidates = list(obj.parameters())
+    else:
+        obj = getattr(obj, "_optimizer", getattr(obj, "optimizer", obj))
+        candidates = [p for group in obj.param_groups for p in group["params"]]
+    for p in candidates:
+        slot = managed_slot(p)
+        if slot is not None:
+            return slot.owner  # type: ignore[return-value]
+    return None
+
+
+class OffloadEngine:
+    """One model under management. Made by ``attach``; undone by ``close``.
+
+    Methods may be called from any thread unless they say otherwise. After an exception in the training loop, ``reset``
+    brings back a state in which the next forward can start; parameter values and optimizer state are kept.
+    """
+
+    def __init__(self, model: nn.Module, config: TierOffloadConfig, core: _Core) -> None:
+        # Use ``attach``.
+        self.config = config
+        self.core = core
+        self.space = core.space
+        self.gradients = core.gradients
+        self.updates = core.updates
+        self.device = core.device
+        self.closed = False
+        self.is_accumulating = False
+        self._model = weakref.ref(model)
+        self.units: list[UnitState] = []
+        self._specs: list[UnitSpec] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._snapshots: dict[ParamSlot, torch.Tensor] = {}
+        self._moved_buffers: list[tuple[weakref.ref[nn.Module], str, torch.device]] = []
+        self._grad_handles: dict[ParamSlot, Any] = {}
+        self._unmanaged: list[tuple[str, str, int]] = []
+        self._hooks = ModuleHooks(core.space, core.gradients, self._watch_unit)
+
+    # ------------------------------------------------------------------------------------------------- attach
+    @classmethod
+    def attach(cls, model: nn.Module, config: TierOffloadConfig, device: torch.device | None = None) -> OffloadEngine:
+        """Take a model's parameters into their homes. The module and its Parameters keep their identity.
+
+        Attaching a model again gives its engine. Parts that another engine manages stay with it, stored once.
+
+        Raises:
+            InfeasiblePlanError: a budget cannot work; it names the unit, the numbers and the least budget that would.
+            UnsupportedError: the whole model was compiled, or its parameters are spread over several devices.
+        """
+        existing = {slot.owner: None for p in model.parameters() if (slot := managed_slot(p)) is not None}
+        unmanaged = [p for p in model.parameters() if managed_slot(p) is None and p.numel() > 0]
+        for engine in existing:
+            if engine._model() is model:  # type: ignore[attr-defined]
+                return engine  # type: ignore[return-value]
+        if existing and not any(type(p) is nn.Parameter for p in unmanaged):
+            return next(iter(existing))  # type: ignore[return-value]
+        if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
+            raise UnsupportedError(
+                "The whole model is compiled (torch.compile(model)), so its parameters cannot be moved while it runs. "
+                "Hand over the model as it was, and compile its layers instead: `for layer in layers: layer.compile()`."
+            )
+        device = _compute_device(device)
+        _refuse_spread(model, device)
+        core = cls._core_for(config, device, sum(p.numel() * p.itemsize for p in model.parameters()))
+        engine = cls(model, config, core)
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                engine._take(model)
+            except BaseException:
+                engine.close()
+                raise
+        return engine
+
+    @staticmethod
+    def _core_for(config: TierOffloadConfig, device: torch.device, adopted_nbytes: int) -> _Core:
+        if any(c.device == device and c.config == config for c in _cores):
+            gc.collect()  # an engine whose model is gone must not count against the budget
+        for core in list(_cores):
+            if core.device == device and core.config == config and core.num_open > 0:
+                return core
+        core = _Core(config, device, adopted_nbytes)
+        _cores.add(core)
+        return core
+
+    def _take(self, model: nn.Module) -> None:
+        units = find_units(model, self.config.units)
+        self._check_budgets(units.units)
+        torch_patches.install()
+        self.core.num_open += 1
+        self.core.engines.append(weakref.ref(self))
+        wrapper_of = {id(m._orig_mod): m for m in model.modules() if type(m).__name__ == "OptimizedModule"}
+        for spec in units.units:
+            self._take_unit(spec, wrapper_of)
+        self._unmanaged = [(name, reason, p.numel() * p.itemsize) for name, p, reason in units.unmanaged]
+        for name, p, reason in units.unmanaged:
+            if managed_slot(p) is None and p.device != self.device:
+                set_raw_data(p, raw_data(p).to(self.device))
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.device:
+                    self._moved_buffers.append((weakref.ref(module), name, buffer.device))
+                    module._buffers[name] = buffer.to(self.device)
+            self._hooks.bracket_state_dict(module, self._snapshots.clear)
+        self._hook_modules(wrapper_of)
+
+    def _take_unit(self, spec: UnitSpec, wrapper_of: dict[int, nn.Module]) -> None:
+        params = [(name, p) for name, p in spec.params if managed_slot(p) is None]
+        if not params:
+            return
+        is_compiled = spec.root is not None and (
+            id(spec.root) in wrapper_of
+            or type(spec.root).__name__ == "OptimizedModule"
+            or getattr(spec.root, "_compiled_call_impl", None) is not None
+        )
+        unit = UnitState(
+            name=spec.name,
+            index=self.space.new_index(),
+            params=params,
+            device=self.device,
+            pin=self.device.type == "cuda",
+            poison="poison" in self.config.debug,
+            is_compiled=is_compiled,
+        )
+        unit.take_homes()
+        for slot in unit.slots:
+            slot.owner = self
+            slot.param.__dict__["_tieroffload_slot"] = slot
+        self.space.add(unit)
+        self.units.append(unit)
+        self._specs.append(spec)
+        for slot in unit.slots:
+            grad = raw_grad(slot.param)
+            if grad is not None:
+                unit.grads[slot.index].place, unit.grads[slot.index].touched = GradPlace.LIVE, True
+            self._watch(slot)
+
+    def _hook_modules(self, wrapper_of: dict[int, nn.Module]) -> None:
+        """Windows around every module that is a unit's root or directly owns one of its parameters."""
+        needs: dict[int, tuple[nn.Module, list[UnitState]]] = {}
+        inside_compiled: set[int] = set()
+        for unit, spec in zip(self.units, self._specs, strict=True):
+            if unit.is_compiled and spec.root is not None:
+                inside_compiled.update(id(m) for m in spec.root.modules() if m is not spec.root)
+                root = wrapper_of.get(id(spec.root), spec.root)
+                needs.setdefault(id(root), (root, []))[1].append(unit)
+                inside_compiled.add(id(spec.root))
+                inside_compiled.discard(id(root))
+        for unit, spec in zip(self.units, self._specs, strict=True):
+            if unit.is_compiled:
+                continue
+            for module in (*spec.owners, *((spec.root,) if spec.root is not None else ())):
+                entry = needs.setdefault(id(module), (module, []))[1]
+                if unit not in entry:
+                    entry.append(unit)
+        for key, (module, units) in needs.items():
+            if key not in inside_compiled:
+                self._hooks.add(module, tuple(units))
+
+    def _check_budgets(self, specs: Sequence[UnitSpec]) -> None:
+        """Before anything moves: the least device budget is what compute needs at one time."""
+        owners = {id(m) for spec in specs for m in spec.owners}
+        spanning_nbytes, largest_nbytes, largest_name = 0, 0, ""
+        for spec in specs:
+            params = [p for _, p in spec.params if managed_slot(p) is None]
+            nbytes = UnitState.laid_out_nbytes(params, self.device)
+            grad_nbytes = max((p.numel() * p.itemsize for p in params if p.requires_grad), default=0)
+            own = {id(m) for m in spec.owners}
+            is_spanning = any(
+                id(child) in owners and id(child) not in own for m in spec.owners for child in m.modules()
+            )
+            if is_spanning:
+                spanning_nbytes += nbytes + grad_nbytes
+            elif nbytes + grad_nbytes > largest_nbytes:
+                largest_nbytes, largest_name = nbytes + grad_nbytes, spec.name
+        least_nbytes = spanning_nbytes + largest_nbytes
+        budget_nbytes = self.space.ledger[Tier.DEVICE].budget_nbytes
+        if least_nbytes > budget_nbytes:
+            raise InfeasiblePlanError(
+                f"device_budget is {format_nbytes(budget_nbytes)} ({budget_nbytes} bytes), but unit {largest_name} "
+                f"needs {format_nbytes(least_nbytes)} on the device at one time (its parameters, its largest gradient"
+                f"{', modules that are in use around it' if spanning_nbytes else ''}). The smallest device_budget that "
+                f"works is {least_nbytes} bytes; raise device_budget, or name smaller modules in `units`.",
+                tier="device",
+                least_budget_nbytes=least_nbytes,
+            )
+        self._check_dram(
+            sum(2 * p.numel() * p.itemsize if p.requires_grad else p.numel() * p.itemsize
+                for spec in specs for _, p in spec.params if managed_slot(p) is None),
+            "parameters and gradients",
+        )  # fmt: skip
+
+    def _check_dram(self, more_nbytes: int, what: str) -> None:
+        account = self.space.ledger[Tier.DRAM]
+        need_nbytes = self._dram_nbytes() + more_nbytes
+        if need_nbytes > account.budget_nbytes:
+            raise InfeasiblePlanError(
+                f"dram_budget is {format_nbytes(account.budget_nbytes)} ({account.budget_nbytes} bytes), but {what} "
+                f"bring what must be in DRAM to {format_nbytes(need_nbytes)}. The smallest dram_budget that works is "
+                f"{need_nbytes} bytes.",
+                tier="dram",
+                least_budget_nbytes=need_nbytes,
+            )
+
+    # ------------------------------------------------------------------------------------------------- gradients
+    def _watch(self, slot: ParamSlot) -> None:
+        if slot not in self._grad_handles and slot.param.requires_grad:
+            self._grad_handles[slot] = slot.param.register_post_accumulate_grad_hook(
+                lambda _, slot=slot: self.gradients.on_born(slot)
+            )
+
+    def _watch_unit(self, unit: UnitState) -> None:
+        """A parameter may have been unfrozen since."""
+        if unit.num_watched != len(unit.slots):
+            for slot in unit.slots:
+                if slot.param.requires_grad and slot not in self._grad_handles:
+                    slot.owner._watch(slot)  # type: ignore[attr-defined]
+            unit.num_watched = sum(slot in self._grad_handles for slot in unit.slots)
+
+    def set_accumulating(self, flag: bool) -> None:
+        """A hint: True means that the coming backward does not end the accumulation window."""
+        self.is_accumulating = flag
+
+    # ------------------------------------------------------------------------------------------------- optimizers
+    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Put the managed class on the user's optimizer; the same object comes back."""
+        if optimizers.is_adopted(optimizer):
+            self._remember(optimizer)
+            return optimizer
+        self._check_dram(self._state_estimate_nbytes(optimizer), f"the state of {type(optimizer).__name__}")
+        optimizers.adopt(optimizer)
+        self._remember(optimizer)
+        return optimizer
+
+    def _remember(self, optimizer: Optimizer) -> None:
+        if not any(ref() is optimizer for ref in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    @staticmethod
+    def _state_estimate_nbytes(optimizer: Optimizer) -> int:
+        total = 0
+        for group in optimizer.param_groups:
+            if isinstance(optimizer, torch.optim.SGD):
+                num_moments = 1 if group.get("momentum") else 0
+            elif "betas" in group or isinstance(optimizer, torch.optim.Adadelta):
+                num_moments = 3 if group.get("amsgrad") else 2
+                if type(optimizer).__name__ == "Lion":
+                    num_moments = 1
+            else:
+                num_moments = 0  # not known: measured once it exists
+            for p in group["params"]:
+                if managed_slot(p) is not None and p not in optimizer.state:
+                    total += num_moments * p.numel() * p.itemsize
+        return total
+
+    # ------------------------------------------------------------------------------------- what parameters ask (SlotOwner)
+    def touch(self, slots: Sequence[ParamSlot], call: Callable[[], Any], *, grad_mode: bool) -> Any:
+        from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
+
+        units = list({slot.unit: None for slot in slots})
+        if grad_mode:
+            for slot in slots:
+                slot.owner._watch(slot)  # type: ignore[attr-defined]
+        pushed = grad_mode and push_hooks(self.space, self.gradients.on_unpack)
+        try:
+            return self.space.touch(units, call)
+        finally:
+            if pushed:
+                pop_hooks()
+
+    def mark_aliased(self, slot: ParamSlot) -> None:
+        slot.unit.is_handed_out = True
+
+    def read_grad(self, slot: ParamSlot) -> torch.Tensor | None:
+        return self.gradients.read(slot)
+
+    def write_grad(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
+        self.gradients.write(slot, grad)
+
+    def overwrite(self, slot: ParamSlot, source: torch.Tensor) -> None:
+        """``p.copy_(source)`` outside compute: the home is written, nothing is fetched."""
+        self.space.check_process()
+        with self.space.lock, torch.inference_mode(False), torch.no_grad():
+            self.space.settle_home(slot.unit)
+            slot.home.copy_(source)
+            self.space.order_home_write(slot.unit, [slot])
+            self.space.refresh(slot.unit)
+
+    def replace_data(self, slot: ParamSlot, data: torch.Tensor) -> None:
+        """``p.data = data``: the values are taken over; where they live stays the plan's business."""
+        if data is slot.param:
+            return
+        if data.shape != slot.shape or data.dtype != slot.dtype:
+            raise UnsupportedError(
+                f"p.data = … would change {slot.name} from {tuple(slot.shape)} {slot.dtype} to {tuple(data.shape)} "
+                f"{data.dtype} while it is offloaded. Change shape or dtype before training starts, or call "
+                "engine_of(model).close() first and attach again."
+            )
+        if slot.unit.num_windows > 0:
+            with torch.inference_mode(False), torch.no_grad():
+                raw_data(slot.param).copy_(data)
+                torch.autograd.graph.increment_version(slot.param)
+            return
+        self.overwrite(slot, data.detach())
+
+    def snapshot(self, slot: ParamSlot) -> torch.Tensor:
+        """The current values as an ordinary host tensor with a storage of its own. Tied parameters share it."""
+        self.space.check_process()
+        in_state_dict = self._hooks.in_state_dict()
+        if in_state_dict and slot in self._snapshots:
+            return self._snapshots[slot]
+        with self.space.lock, torch.inference_mode(False), torch.no_grad():
+            self.space.settle_home(slot.unit)
+            result = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(slot.home)
+        if in_state_dict:
+            self._snapshots[slot] = result
+        return result
+
+    def in_state_dict(self) -> bool:
+        return self._hooks.in_state_dict()
+
+    def home_address(self, slot: ParamSlot) -> int:
+        return slot.home.data_ptr()
+
+    def wait_update(self, slot: ParamSlot) -> None:
+        with self.space.lock:
+            self.space.wait_update(slot.unit)
+
+    # ------------------------------------------------------------------------------------------------- life
+    def raise_pending_error(self) -> None:
+        """Raise the first error of any background work."""
+        self.core.scheduler.raise_pending_error()
+
+    def flush(self) -> None:
+        """Wait until every ordered update has landed."""
+        with self.space.lock:
+            for unit in self.units:
+                self.space.wait_update(unit)
+
+    def reset(self) -> None:
+        """After an exception in the training loop: no window is open, nothing is in flight; values are kept."""
+        self._hooks.reset()
+        self.gradients.drop_born()
+        self.space.reset()
+
+    def close(self) -> None:
+        """Make the model ordinary again: hooks gone, parameters plain tensors with the current values. Idempotent.
+
+        Optimizers get their own class back and keep their state. The first error of any background work that nobody
+        has seen yet is raised, after everything was undone.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        error: BaseException | None = None
+        self._hooks.reset()
+        self._hooks.close()
+        for handle in self._grad_handles.values():
+            handle.remove()
+        self._grad_handles.clear()
+        with self.space.lock:
+            self.gradients.drop_born()
+            for unit in list(self.units):
+                try:
+                    self.space.settle_home(unit)
+                except BaseException as failure:
+                    error = error or failure
+                    unit.update = None
+                self._release_unit(unit)
+        for ref in self._optimizers:
+            optimizer = ref()
+            if optimizer is not None:
+                optimizers.release(optimizer)
+        for module_ref, name, device in self._moved_buffers:
+            module = module_ref()
+            if module is not None and module._buffers.get(name) is not None:
+                module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
+        self._moved_buffers.clear()
+        self._snapshots.clear()
+        if self in [ref() for ref in self.core.engines]:
+            self.core.engines = [ref for ref in self.core.engines if ref() not in (None, self)]
+            self.core.num_open -= 1
+            torch_patches.uninstall()
+            if self.core.num_open == 0:
+                try:
+                    self.core.close()
+                except BaseException as failure:
+                    error = error or failure
+        if error is not None:
+            raise error
+
+    def _release_unit(self, unit: UnitState) -> None:
+        for slot in unit.slots:
+            p = slot.param
+            record = unit.grads[slot.index]
+            grad = raw_grad(p)
+            if record.place is GradPlace.HOST and grad is None:
+                grad = self.gradients.host_value(slot).clone()
+            with torch.inference_mode(False), torch.no_grad():
+                values = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(slot.home)
+            set_raw_grad(p, None)
+            p.__class__ = nn.Parameter
+            p.__dict__.pop("_tieroffload_slot", None)
+            set_raw_data(p, values)
+            if grad is not None:
+                p.grad = grad.to(values.device)
+        self.space.remove(unit)
+        unit.close()
+        self.units.remove(unit)
+
+    # ------------------------------------------------------------------------------------------------- reports
+    def _dram_nbytes(self) -> int:
+        return sum(unit.dram_nbytes() for unit in self.space.units) + self._state_nbytes()
+
+    def _state_nbytes(self) -> int:
+        total = 0
+        for core_engine in [ref() for ref in self.core.engines] or [self]:
+            for ref in core_engine._optimizers if core_engine is not None else ():
+                optimizer = ref()
+                if optimizer is None:
+                    continue
+                for p, entry in list(dict.items(optimizer.state)):
+                    if managed_slot(p) is not None and isinstance(entry, dict):
+                        total += sum(v.nbytes for v in list(entry.values()) if isinstance(v, torch.Tensor))
+        return total
+
+    def report(self) -> dict[str, Any]:
+        """What happened so far, as one JSON-able dict (docs/design.md, "Report")."""
+        with self.space.lock:
+            dram_nbytes = self._dram_nbytes()
+            ledger = self.space.ledger
+            account = ledger[Tier.DRAM]
+            account.used_nbytes = dram_nbytes
+            account.peak_nbytes = max(account.peak_nbytes, dram_nbytes)
+            tiers = {
+                tier.name.lower(): {
+                    "budget_nbytes": ledger[tier].budget_nbytes,
+                    "peak_nbytes": ledger[tier].peak_nbytes,
+                    "used_nbytes": ledger[tier].used_nbytes,
+                    "home_nbytes": dram_nbytes if tier is Tier.DRAM else 0,
+                }
+                for tier in Tier
+            }
+            stall_s = dict(self.space.stall_s)
+            stall_s["total"] = sum(stall_s.values())
+            times_s = self.updates.step_times_s()
+            return {
+                "tiers": tiers,
+                "moved_nbytes": dict(self.space.moved_nbytes),
+                "stall_s": stall_s,
+                "step_s": {
+                    "last": times_s[-1] if times_s else None,
+                    "median": statistics.median(times_s) if times_s else None,
+                },
+                "num_steps": self.updates.num_steps,
+                "num_prefetch_misses": self.space.num_prefetch_misses,
+                "forecast": {"step_s": None, "device_peak_nbytes": None, "bottleneck": None},
+                "plan": self.plan(),
+                "written_nbytes_by_path": {},
+            }
+
+    def plan(self) -> dict[str, Any]:
+        """Where each unit's state is at home, and the settings in force."""
+        return {
+            "optimizer_kernel": self.updates.kernel,
+            "prefetch_units": self.space.prefetch_units,
+            "units": [
+                {
+                    "unit": unit.name,
+                    "num_params": len(unit.slots),
+                    "param_nbytes": unit.nbytes,
+                    "grad_nbytes": unit.grad_nbytes,
+                    "param_home": "dram",
+                    "grad_home": "dram" if unit.grad_nbytes else None,
+                    "state_home": "dram" if unit.grad_nbytes else None,
+                    "update_on": "cpu" if unit.grad_nbytes else None,
+                    "activations": "keep",
+                }
+                for unit in self.units
+            ],
+            "unmanaged": [{"name": n, "reason": r, "nbytes": b} for n, r, b in self._unmanaged],
+        }
+
+    def plan_table(self) -> Any:
+        """The plan as a ``rich`` table."""
+        from lightning_tieroffload.report import plan_table
+
+        return plan_table(self.plan())
+
+
+def _compute_device(device: torch.device | None) -> torch.device:
+    if device is None:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"Offloading from {device.type} devices is not supported; use a CUDA device or the CPU.")
+    return device
+
+
+def _refuse_spread(model: nn.Module, device: torch.device) -> None:
+    devices = {p.device for p in model.parameters() if managed_slot(p) is None}
+    if torch.device("meta") in devices:
+        raise UnsupportedError(
+            "The model has parameters on the meta device (no values yet). Load or initialise it first: "
+            "model.to_empty(device='cpu') and its weights, or let the trainer's configure_model do it."
+        )
+    elsewhere = {d for d in devices if d.type not in ("cpu",) and d != device}
+    if elsewhere:
+        raise UnsupportedError(
+            f"The model is spread over {', '.join(sorted(str(d) for d in elsewhere))} while compute is on {device}. "
+            "Several devices in one process are not supported yet: put the whole model on the CPU or on one device."
+        )

@@ -1,0 +1,649 @@
+"""Floor 7. The user's optimizer object: same object, same groups, another class; and the updates it orders.
+
+Owns the class put on an adopted optimizer, its ``state`` mapping, and ``Updates``: what ``step()`` does. The arithmetic
+is torch's own class on host tensors of the parameters' true shapes, or a one-pass kernel of ``kernels/``.
+
+[Note: who runs an update] A class of torch whose update of one parameter depends on that parameter alone runs unit by
+unit on the update lane, in the order of next use; ``step()`` returns once all are ordered. Any other class runs as one
+instance over all parameters in the training thread: its numbers may depend on the whole (LBFGS, a global trust ratio).
+Both run a *clone*: the user's class and attributes, over the host tensors. ``__init__`` is not called again.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import itertools
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_tieroffload.concepts import Ticket
+from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.gradients import Gradients, fits_host
+from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
+from lightning_tieroffload.engine.unit_state import GradPlace, UnitState
+from lightning_tieroffload.errors import TierOffloadError
+
+__all__ = ["Updates", "adopt", "is_adopted", "user_class"]
+
+# Classes of torch whose update of one parameter reads nothing but that parameter, its gradient and its state.
+_PER_PARAMETER = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD", "SparseAdam",
+    )
+    if hasattr(torch.optim, name)
+)  # fmt: skip
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
+_NOT_MIRRORED = frozenset((*_HOOKS, "param_groups", "state", "step", "_opt_called"))
+
+
+def _updates_of(optimizer: Optimizer) -> Updates | None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            slot = managed_slot(p)
+            if slot is not None:
+                return slot.owner.updates  # type: ignore[attr-defined,no-any-return]
+    return None
+
+
+def host_param(slot: ParamSlot) -> nn.Parameter:
+    """The parameter that an optimizer clone sees: a leaf over the home tensor, with the true shape and strides."""
+    cached = slot.unit.host_params.get(slot.index)
+    if cached is None:
+        with torch.inference_mode(False):
+            may_have_grad = slot.dtype.is_floating_point or slot.dtype.is_complex
+            cached = nn.Parameter(slot.home, requires_grad=may_have_grad)
+        slot.unit.host_params[slot.index] = cached
+    return cached  # type: ignore[no-any-return]
+
+
+class TierState(defaultdict):  # type: ignore[type-arg]
+    """``optimizer.state``: reading it waits for the updates that write what is read. Tensors are the live ones."""
+
+    def _wait(self, key: Any) -> None:
+        slot = managed_slot(key)
+        if slot is not None:
+            slot.owner.wait_update(slot)  # type: ignore[attr-defined]
+
+    def _wait_all(self) -> None:
+        for key in list(dict.keys(self)):
+            self._wait(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._wait(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._wait(key)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._wait(key)
+        return super().pop(key, *default)
+
+    def __contains__(self, key: Any) -> bool:
+        self._wait(key)
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._wait_all()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._wait_all()
+        return super().__len__()
+
+    def items(self) -> Any:
+        self._wait_all()
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait_all()
+        return super().values()
+
+    def keys(self) -> Any:
+        self._wait_all()
+        return super().keys()
+
+    def clear(self) -> None:
+        self._wait_all()
+        super().clear()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self.items()))
+
+
+class _CloneState(defaultdict):  # type: ignore[type-arg]
+    """A clone's ``state``: host parameters as keys, the very per-parameter dicts of the user's optimizer as values."""
+
+    def __init__(self, real: dict[Any, Any], original_of: dict[Any, Any]) -> None:
+        super().__init__(dict)
+        self._real = real
+        self._original_of = original_of
+        for host, original in original_of.items():
+            entry = dict.get(real, original)
+            if entry is not None:
+                dict.__setitem__(self, host, entry)
+
+    def __missing__(self, key: Any) -> Any:
+        entry: dict[Any, Any] = {}
+        self[key] = entry
+        return entry
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        dict.__setitem__(self._real, self._original_of.get(key, key), value)
+
+
+class TierOptimizer:
+    """Mixed in front of the user's class by ``adopt``.
+
+    Lightning and Fabric build wrapper classes on top of an optimizer's class and call its methods with the wrapper as
+    ``self``, so nothing but ``param_groups`` is read from ``self`` itself.
+    """
+
+    _step_supports_amp_scaling = False  # a fused Adam would unscale inside its own kernel, past our gradients
+    _tieroffload_user_class: type
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        raw = getattr(self, "_optimizer", self)
+        raw._opt_called = True  # what torch's LRScheduler wrapper would have set
+        updates = _updates_of(raw)
+        user_cls = raw._tieroffload_user_class
+        if updates is None:
+            return user_cls.step(raw, closure)
+        for hook in [*_global_optimizer_pre_hooks.values(), *raw._optimizer_step_pre_hooks.values()]:
+            hook(raw, (), {} if closure is None else {"closure": closure})
+        result = updates.step(raw, user_cls, closure)
+        for hook in [*raw._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
+            hook(raw, (), {})
+        return result
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers then neither wrap again nor warn
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        raw = getattr(self, "_optimizer", self)
+        managed: list[ParamSlot] = []
+        for group in raw.param_groups:
+            for p in group["params"]:
+                slot = managed_slot(p)
+                if slot is not None:
+                    managed.append(slot)
+                elif p.grad is not None:
+                    if set_to_none:
+                        p.grad = None
+                    else:
+                        p.grad.detach_() if p.grad.grad_fn is not None else p.grad.requires_grad_(False)
+                        p.grad.zero_()
+        if managed:
+            managed[0].owner.gradients.zero(managed, set_to_none=set_to_none)  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        raw = getattr(self, "_optimizer", self)
+        result = raw._tieroffload_user_class.state_dict(raw)
+        if _updates_of(raw) is None:
+            return result  # type: ignore[no-any-return]
+        # A snapshot with storages of its own: training goes on while an asynchronous save is still writing.
+        return {**result, "state": _snapshot(result["state"])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raw = getattr(self, "_optimizer", self)
+        updates = _updates_of(raw)
+        user_cls = raw._tieroffload_user_class
+        if updates is None:
+            user_cls.load_state_dict(raw, state_dict)
+            raw.state = _as_tier_state(raw.state)
+            return
+        updates.load_state_dict(raw, user_cls, state_dict)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raw = getattr(self, "_optimizer", self)
+        state = dict(raw.__getstate__())
+        state["state"] = defaultdict(dict, {p: _snapshot(entry) for p, entry in raw.state.items()})
+        return copyreg.__newobj__, (raw._tieroffload_user_class,), state  # type: ignore[attr-defined]
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if type(value) is torch.Tensor else value
+    if isinstance(value, dict):
+        return {key: _snapshot(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_snapshot(item) for item in value]
+    return value
+
+
+def _as_tier_state(state: Any) -> TierState:
+    result = TierState(dict)
+    for key, value in state.items():
+        dict.__setitem__(result, key, value)
+    return result
+
+
+_adopted_classes: dict[type, type] = {}
+
+
+def adopt(optimizer: Optimizer) -> Optimizer:
+    """Put the managed class on ``optimizer`` and return the same object. The engine is found from its parameters.
+
+    Works before or after the model is attached; a parameter that no engine manages is updated as torch would.
+    """
+    if isinstance(optimizer, TierOptimizer):
+        return optimizer
+    cls = type(optimizer)
+    new = _adopted_classes.get(cls)
+    if new is None:
+        new = type(cls.__name__, (TierOptimizer, cls), {"__module__": cls.__module__, "_tieroffload_user_class": cls})
+        _adopted_classes[cls] = new
+    optimizer.__dict__.pop("step", None)  # an LR scheduler made earlier left a wrapper of the old class's step here
+    optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+    optimizer.__class__ = new
+    optimizer.state = _as_tier_state(optimizer.state)
+    return optimizer
+
+
+def release(optimizer: Optimizer) -> None:
+    """Give the optimizer its own class back. Its state keeps the current values."""
+    if isinstance(optimizer, TierOptimizer):
+        state = defaultdict(dict, dict(optimizer.state.items()))
+        optimizer.__class__ = optimizer._tieroffload_user_class
+        optimizer.state = state
+
+
+def is_adopted(optimizer: Any) -> bool:
+    return isinstance(optimizer, TierOptimizer)
+
+
+def user_class(optimizer: Any) -> type:
+    """The class that the user wrote, for an adopted optimizer or any other."""
+    return getattr(optimizer, "_tieroffload_user_class", type(optimizer))
+
+
+def _inner_step(cls: type) -> Callable[..., Any]:
+    """The class's step without torch's profiling and hook wrapper: hooks run once per real step, not once per clone."""
+    step = cls.step  # type: ignore[attr-defined]
+    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]
+
+
+def _remapped(value: Any, mapping: dict[Any, Any], depth: int = 3) -> Any:
+    """``value`` with every parameter in ``mapping`` replaced, through lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return mapping.get(value, value)
+    if depth and isinstance(value, list):
+        return [_remapped(item, mapping, depth - 1) for item in value]
+    if depth and type(value) is tuple:
+        return tuple(_remapped(item, mapping, depth - 1) for item in value)
+    if depth and type(value) in (dict, OrderedDict):
+        return type(value)((_remapped(k, mapping, 0), _remapped(v, mapping, depth - 1)) for k, v in value.items())
+    return value
+
+
+def _clone(raw: Optimizer, cls: type, groups: list[dict[str, Any]], hosts: dict[Any, Any]) -> Any:
+    """An instance of the user's class over host parameters. ``hosts``: original parameter to the one the clone sees."""
+    clone = cls.__new__(cls)
+    attributes = {k: v for k, v in raw.__dict__.items() if k not in _NOT_MIRRORED}
+    clone.__dict__.update(_remapped(attributes, hosts) if hosts else attributes)
+    for name in _HOOKS:
+        if name in raw.__dict__:
+            clone.__dict__[name] = OrderedDict()
+    clone.param_groups = groups
+    clone.state = _CloneState(raw.state, {host: original for original, host in hosts.items()})
+    return clone
+
+
+def _frozen_group(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Hyper-parameters as they are now (a scheduler changes them right after step), usable on host tensors."""
+    frozen = {}
+    for key, value in group.items():
+        if key != "params":
+            frozen[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    if device.type != "cpu" and frozen.get("capturable"):
+        frozen["capturable"] = False  # asserts on host tensors; it changes where scalars live, not what is computed
+    return frozen
+
+
+class Updates:
+    """What ``step()`` orders, for one device space.
+
+    Args:
+        submit: puts work on the update lane, ``submit(work, label=, priority=, after=) -> Ticket``.
+        kernel: ``"torch"``, ``"numba"`` or ``"auto"`` (numba with an accelerator, torch without one: then the
+            numbers are those of the plain run).
+        find_kernel: ``(class, group, dtype) -> kernel or None``, see ``kernels.registry``.
+    """
+
+    def __init__(
+        self,
+        space: DeviceSpace,
+        gradients: Gradients,
+        *,
+        submit: Callable[..., Ticket],
+        kernel: str,
+        find_kernel: Callable[[type, dict[str, Any], torch.dtype], Any] | None,
+        make_pool: Callable[[], Any] | None,
+    ) -> None:
+        self._space = space
+        self._gradients = gradients
+        self._submit = submit
+        self.kernel = kernel if kernel != "auto" else ("torch" if space.device.type == "cpu" else "numba")
+        self._find_kernel = find_kernel
+        self._make_pool = make_pool
+        self._pool: Any = None
+        self.num_steps = 0
+        self._step_at_s: list[float] = []
+        self._first_optimizer: int | None = None
+
+    def step_times_s(self) -> list[float]:
+        """Seconds from one step of the first optimizer to its next."""
+        return [b - a for a, b in itertools.pairwise(self._step_at_s)]
+
+    def _note_step(self, raw: Optimizer) -> None:
+        if self._first_optimizer is None:
+            self._first_optimizer = id(raw)
+        if self._first_optimizer == id(raw):
+            self.num_steps += 1
+            self._step_at_s.append(time.perf_counter())
+
+    # ------------------------------------------------------------------------------------------------------- step
+    def step(self, raw: Optimizer, cls: type, closure: Callable[[], Any] | None) -> Any:
+        if cls not in _PER_PARAMETER and not self._has_kernels(raw, cls):
+            result = self._step_whole(raw, cls, closure)
+            self._note_step(raw)
+            return result
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._space.lock, torch.no_grad():
+            self._order_updates(raw, cls)
+        self._note_step(raw)
+        return loss
+
+    def _has_kernels(self, raw: Optimizer, cls: type) -> bool:
+        return self.kernel == "numba" and all(
+            self._kernel_for(cls, group, p.dtype) is not None for group in raw.param_groups for p in group["params"]
+        )
+
+    def _kernel_for(self, cls: type, group: dict[str, Any], dtype: torch.dtype) -> Any:
+        if self.kernel != "numba" or self._find_kernel is None:
+            return None
+        return self._find_kernel(cls, group, dtype)
+
+    def _order_updates(self, raw: Optimizer, cls: type) -> None:
+        device = self._space.device
+        groups = [_frozen_group(group, device) for group in raw.param_groups]
+        by_unit: dict[UnitState, list[tuple[ParamSlot, int]]] = {}
+        rest: list[dict[str, Any]] = []
+        for index, group in enumerate(raw.param_groups):
+            unmanaged = []
+            for p in group["params"]:
+                slot = managed_slot(p)
+                if slot is None:
+                    unmanaged.append(p)
+                elif self._gradients.has_grad(slot):
+                    by_unit.setdefault(slot.unit, []).append((slot, index))
+            rest.append({**{k: v for k, v in group.items() if k != "params"}, "params": unmanaged})
+        if any(group["params"] for group in rest):
+            _inner_step(cls)(_clone(raw, cls, rest, {}))
+        for priority, unit in enumerate(self._by_next_use(by_unit)):
+            self._order_update(raw, cls, unit, by_unit[unit], groups, priority)
+
+    def _by_next_use(self, units: Iterable[UnitState]) -> list[UnitState]:
+        distances = self._space.next_uses()
+        return sorted(units, key=lambda unit: (distances.get(unit.index, 1 << 30), unit.index))
+
+    def _order_update(
+        self,
+        raw: Optimizer,
+        cls: type,
+        unit: UnitState,
+        items: list[tuple[ParamSlot, int]],
+        groups: list[dict[str, Any]],
+        priority: int,
+    ) -> None:
+        sources: list[_Source] = []
+        for slot, index in items:
+            kernel = self._kernel_for(cls, groups[index], slot.dtype)
+            sources.append(_Source(self._gradients, slot, groups[index], kernel))
+        previous = self._space.order_update(unit, [slot for slot, _ in items])
+        upload, download = unit.upload, unit.download
+
+        def work() -> None:
+            # Happens-before: the home is readable behind ``download``, writable behind ``upload`` (which reads it).
+            upload.wait()
+            download.wait()
+            with torch.no_grad():
+                by_kernel: list[_Source] = []
+                by_torch: list[_Source] = []
+                for source in sources:
+                    source.wait()
+                    (by_torch if source.kernel is None or source.grad is None else by_kernel).append(source)
+                if by_torch:
+                    self._run_torch(raw, cls, by_torch)
+                for source in by_kernel:
+                    self._run_kernel(raw, source)
+
+        if any(source.kernel is not None for source in sources) and self._pool is None and self._make_pool:
+            self._pool = self._make_pool()
+        ticket = self._submit(work, label=f"update ({unit.name})", priority=priority, after=previous)
+        unit.update = ticket
+        for source in sources:
+            source.hand_over(ticket)
+        self._space.refresh(unit)
+
+    def _run_torch(self, raw: Optimizer, cls: type, sources: list[_Source]) -> None:
+        groups: list[dict[str, Any]] = []
+        hosts: dict[Any, Any] = {}
+        of_group: dict[int, list[Any]] = {}
+        for source in sources:
+            key = id(source.group)
+            if key not in of_group:
+                of_group[key] = []
+                groups.append({**source.group, "params": of_group[key]})
+            host = host_param(source.slot)
+            host.grad = source.true_grad()
+            of_group[key].append(host)
+            hosts[source.slot.param] = host
+        try:
+            _inner_step(cls)(_clone(raw, cls, groups, hosts))
+        finally:
+            for host in hosts.values():
+                host.grad = None
+
+    def _run_kernel(self, raw: Optimizer, source: _Source) -> None:
+        kernel, slot = source.kernel, source.slot
+        entry = dict.get(raw.state, slot.param)
+        if entry is None:
+            entry = {}
+            dict.__setitem__(raw.state, slot.param, entry)
+        is_first = not entry
+        if kernel.uses_step:
+            step = entry.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+            step += 1
+            num_step = int(step.item())
+        else:
+            num_step = 1 if is_first else 2
+        states = {}
+        for name in kernel.state_names:
+            if entry.get(name) is None:
+                entry[name] = torch.zeros_like(slot.home, memory_format=torch.preserve_format)
+            states[name] = _flat(entry[name])
+        factors = [float(f) for f in source.factors]
+        kernel.run(
+            self._pool, _flat(slot.home), _flat(source.grad), states, step=num_step, group=source.group,
+            grad_scales=factors,
+        )  # fmt: skip
+        if not kernel.state_names and not kernel.uses_step:
+            dict.pop(raw.state, slot.param, None)
+
+    # ------------------------------------------------------------------------------------- whole-instance optimizers
+    def _step_whole(self, raw: Optimizer, cls: type, closure: Callable[[], Any] | None) -> Any:
+        slots = [s for g in raw.param_groups for p in g["params"] if (s := managed_slot(p)) is not None]
+        hosts = {slot.param: host_param(slot) for slot in slots}
+
+        def to_hosts() -> None:
+            with self._space.lock, torch.no_grad():
+                for unit in {slot.unit: None for slot in slots}:
+                    self._space.settle_home(unit)
+                for slot in slots:
+                    hosts[slot.param].grad = self._host_grad(slot)
+
+        def from_hosts() -> None:
+            with self._space.lock:
+                for unit in {slot.unit: None for slot in slots}:
+                    self._space.order_home_write(unit, [s for s in slots if s.unit is unit])
+                    self._space.refresh(unit)
+
+        def inner_closure() -> Any:
+            from_hosts()
+            with torch.enable_grad():
+                loss = closure()  # type: ignore[misc]
+            to_hosts()
+            return loss
+
+        to_hosts()
+        device = self._space.device
+        groups = [
+            {**_frozen_group(group, device), "params": [hosts.get(p, p) for p in group["params"]]}
+            for group in raw.param_groups
+        ]
+        clone = _clone(raw, cls, groups, hosts)
+        try:
+            step = _inner_step(cls)
+            result = step(clone, inner_closure) if closure is not None else step(clone)
+        finally:
+            from_hosts()
+            for host in hosts.values():
+                host.grad = None
+        back = {host: original for original, host in hosts.items()}
+        for key, value in clone.__dict__.items():
+            if key not in _NOT_MIRRORED:
+                raw.__dict__[key] = _remapped(value, back)
+        for group, used in zip(raw.param_groups, groups, strict=True):
+            group.update({k: v for k, v in used.items() if k != "params"})
+        return result
+
+    def _host_grad(self, slot: ParamSlot) -> torch.Tensor | None:
+        if not self._gradients.has_grad(slot):
+            return None
+        if self._gradients.is_down(slot):
+            return self._gradients.host_value(slot)
+        grad = self._gradients.read(slot)
+        return None if grad is None else grad.detach().to("cpu")
+
+    # ------------------------------------------------------------------------------------------------------- loading
+    def load_state_dict(self, raw: Optimizer, cls: type, state_dict: dict[str, Any]) -> None:
+        """``load_state_dict`` of the user's class, over host parameters: state goes to its home, wherever it was."""
+        for hook in raw._optimizer_load_state_dict_pre_hooks.values():  # type: ignore[attr-defined]
+            changed = hook(raw, state_dict)
+            state_dict = state_dict if changed is None else changed
+        hosts: dict[Any, Any] = {}
+        groups = []
+        for group in raw.param_groups:
+            params = []
+            for p in group["params"]:
+                slot = managed_slot(p)
+                if slot is not None:
+                    self._space.settle_home(slot.unit)
+                    hosts[p] = host_param(slot)
+                params.append(hosts.get(p, p))
+            groups.append({**group, "params": params})
+        clone = _clone(raw, cls, groups, hosts)
+        clone.state = defaultdict(dict)
+        cls.load_state_dict(clone, state_dict)  # type: ignore[attr-defined]
+        back = {host: original for original, host in hosts.items()}
+        state = TierState(dict)
+        for key, value in clone.state.items():
+            dict.__setitem__(state, back.get(key, key), value)
+        raw.state = state
+        raw.param_groups = [
+            {**new, "params": old["params"]} for new, old in zip(clone.param_groups, raw.param_groups, strict=True)
+        ]
+        for key, value in clone.__dict__.items():
+            if key not in _NOT_MIRRORED:
+                raw.__dict__[key] = _remapped(value, back)
+        for hook in raw._optimizer_load_state_dict_post_hooks.values():  # type: ignore[attr-defined]
+            hook(raw)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+class _Source:
+    """One parameter's part of an update: where its gradient is and what is still to be multiplied in."""
+
+    __slots__ = ("_ticket", "factors", "grad", "group", "kernel", "odd_grad", "record", "slot")
+
+    def __init__(self, gradients: Gradients, slot: ParamSlot, group: dict[str, Any], kernel: Any) -> None:
+        self.slot = slot
+        self.group = group
+        self.kernel = kernel
+        self.record = slot.unit.grads[slot.index]
+        self.odd_grad: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+        fresh = raw_grad(slot.param)
+        if fresh is not None and not fits_host(slot, fresh):
+            self._ticket, self.factors = None, []
+            self.odd_grad = fresh.detach().to("cpu", copy=True)  # sparse, or of another type: torch's class takes it
+        else:
+            self._ticket, self.factors = gradients.update_source(slot)
+            self.grad = slot.unit.host_grad(slot)
+
+    def wait(self) -> None:
+        if self._ticket is not None:
+            self._ticket.wait()
+
+    def true_grad(self) -> torch.Tensor:
+        if self.grad is None:
+            if self.odd_grad is None:
+                raise TierOffloadError(f"{self.slot.name} has no gradient to update with.")
+            return self.odd_grad
+        for factor in self.factors:
+            self.grad.mul_(factor.to(self.grad.device))
+        return self.grad
+
+    def hand_over(self, update: Ticket) -> None:
+        """The update multiplies the factors into the DRAM gradient; who reads it later waits for that."""
+        if self.record.place is GradPlace.HOST and self.kernel is None and self.factors:
+            self.record.factors = []
+            self.record.ticket = _AsCopy(update)
+
+
+class _AsCopy:
+    """An update ticket where a copy ticket is expected."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._ticket.wait(timeout_s)
+
+    def before_compute(self) -> None:
+        self._ticket.wait()
+
+
+def _flat(tensor: torch.Tensor) -> Any:
+    """The tensor's memory as a 1-D NumPy array (16-bit floats as uint16): every home is dense."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    if flat.dtype in (torch.bfloat16, torch.float16):
+        flat = flat.view(torch.uint16)
+    return flat.numpy()

@@ -1,0 +1,267 @@
+"""Floor 3. What a user's Parameter is while the engine has it: the same object, another class.
+
+Owns the two classes that a managed ``nn.Parameter`` wears, and nothing of where its bytes are: every question goes to
+the parameter's ``ParamSlot`` through the ``SlotOwner`` protocol.
+
+[Note: parameter classes] A managed Parameter never changes identity; only ``p.__class__`` is set.
+``ComputeParameter`` is worn while its unit is leased for compute: torch sees a plain parameter (no dispatch at all);
+only ``.grad`` and ``.data`` are properties. ``PagedParameter`` is worn at all other times: shape, dtype and device are
+the true ones, and any function that needs values pages the unit in first. Without it a read of a released storage is a
+segmentation fault. ``type(p)`` is plain ``nn.Parameter`` inside compiled units, which must not see either class.
+
+[Note: handed-out tensors] ``p.data``, ``p.detach()`` and views share the unit's storage. While such a tensor is alive
+the storage has more owners than the unit's own, and the unit then stays on the device and counts as written to: what is
+done through an alias cannot be seen. This is asked of the storage's reference count, so no alias can be missed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_tieroffload.errors import TierOffloadError
+
+__all__ = ["ComputeParameter", "PagedParameter", "ParamSlot", "raw_data", "raw_grad", "set_raw_data", "set_raw_grad"]
+
+# The C++ descriptors, read once: our classes shadow them.
+_GRAD = torch.Tensor.grad
+_DATA = torch.Tensor.data
+
+
+def raw_grad(p: torch.Tensor) -> torch.Tensor | None:
+    """The gradient in autograd's own field, past our property."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRAD.__get__(p)  # type: ignore[no-any-return]
+
+
+def set_raw_grad(p: torch.Tensor, grad: torch.Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(p, grad)
+
+
+def raw_data(p: torch.Tensor) -> torch.Tensor:
+    """An alias of the parameter's device memory as it is (released or not)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _DATA.__get__(p)  # type: ignore[no-any-return]
+
+
+def set_raw_data(p: torch.Tensor, data: torch.Tensor) -> None:
+    # Under inference mode the assignment would make an inference tensor of the parameter for good.
+    with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        _DATA.__set__(p, data)
+
+
+class SlotOwner(Protocol):
+    """What a parameter asks of the engine. Implemented by the engine; calls come from any thread."""
+
+    def touch(self, slots: Sequence[ParamSlot], call: Callable[[], Any], *, grad_mode: bool) -> Any: ...
+    def mark_aliased(self, slot: ParamSlot) -> None: ...
+    def read_grad(self, slot: ParamSlot) -> torch.Tensor | None: ...
+    def write_grad(self, slot: ParamSlot, grad: torch.Tensor | None) -> None: ...
+    def overwrite(self, slot: ParamSlot, source: torch.Tensor) -> None: ...
+    def replace_data(self, slot: ParamSlot, data: torch.Tensor) -> None: ...
+    def snapshot(self, slot: ParamSlot) -> torch.Tensor: ...
+    def in_state_dict(self) -> bool: ...
+    def home_address(self, slot: ParamSlot) -> int: ...
+
+
+class ParamSlot:
+    """A parameter's place in its unit: which unit, which flat storage, where in it. The unit owns the memory."""
+
+    __slots__ = (
+        "dtype", "group", "home", "index", "name", "numel", "offset", "owner", "param", "shape", "stride", "unit",
+    )  # fmt: skip
+
+    def __init__(self, *, name: str, param: nn.Parameter, index: int, offset: int) -> None:
+        self.name = name
+        self.param = param
+        self.index = index
+        self.offset = offset  # elements from the start of the group's flat storage
+        self.shape = param.shape
+        self.stride = param.stride()
+        self.dtype = param.dtype
+        self.numel = param.numel()
+        self.owner: SlotOwner
+        self.home: torch.Tensor  # in DRAM, a storage of its own
+        self.unit: Any
+        self.group: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"ParamSlot({self.name})"
+
+
+def _ordinary(slot: ParamSlot, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(slot.owner.snapshot(slot), requires_grad=requires_grad)
+
+
+class _Managed(nn.Parameter):
+    """Shared by both classes. Never constructed: it is put on by assigning ``__class__``."""
+
+    _tieroffload_slot: ParamSlot
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The true gradient, wherever it is. Reading it brings it to the device and makes that tensor authoritative."""
+        slot = self._tieroffload_slot
+        return slot.owner.read_grad(slot)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        slot = self._tieroffload_slot
+        slot.owner.write_grad(slot, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        slot = self._tieroffload_slot
+        slot.owner.write_grad(slot, None)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        result = _ordinary(self._tieroffload_slot, self.requires_grad)
+        memo[id(self)] = result
+        return result
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        slot = self._tieroffload_slot
+        state = (slot.owner.snapshot(slot), self.requires_grad, OrderedDict())
+        return torch._utils._rebuild_parameter, state
+
+
+class ComputeParameter(_Managed):
+    """Worn while the unit is leased: plain for torch. See [Note: parameter classes]."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        slot = self._tieroffload_slot
+        slot.owner.mark_aliased(slot)
+        return raw_data(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        slot = self._tieroffload_slot
+        slot.owner.replace_data(slot, value)
+
+
+def _names(*names: str) -> Iterator[Any]:
+    for name in names:
+        found = getattr(torch.Tensor, name, None)
+        if found is not None:
+            yield found if callable(found) else found.__get__
+
+
+# Functions that need no values: shape and type questions, autograd bookkeeping.
+_METADATA = frozenset(
+    _names(
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
+        "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_mps", "is_nested", "names",
+        "_version", "itemsize", "nbytes", "output_nr", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "is_ipu", "is_maia", "is_mtia", "is_vulkan", "is_xla", "grad_dtype", "_is_view", "is_shared", "is_pinned",
+        "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
+        "is_contiguous", "storage_offset", "get_device", "requires_grad_", "register_hook",
+        "register_post_accumulate_grad_hook", "__len__", "__hash__", "is_inference", "is_signed", "is_same_size",
+        "has_names", "is_conj", "is_neg", "_is_zerotensor", "is_coalesced", "dim_order", "retain_grad",
+    )
+) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_signed}  # fmt: skip
+
+_DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GRAD_GET = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRAD_SET = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+def _paged_in(value: Any, found: list[ParamSlot]) -> None:
+    if isinstance(value, torch.Tensor):
+        slot = getattr(value, "_tieroffload_slot", None) if isinstance(value, _Managed) else None
+        if slot is not None:
+            found.append(slot)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _paged_in(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _paged_in(item, found)
+
+
+class PagedParameter(_Managed):
+    """Worn outside compute: true shape, dtype and device; values are paged in on touch."""
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        slot = self._tieroffload_slot
+        return slot.owner.touch([slot], lambda: raw_data(self), grad_mode=False)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        slot = self._tieroffload_slot
+        slot.owner.replace_data(slot, value)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, _Managed):
+            slot = first._tieroffload_slot
+            if func is torch.Tensor.data_ptr:
+                return slot.owner.home_address(slot)
+            if func is _GRAD_GET:
+                return first.grad
+            if func is _GRAD_SET:
+                first.grad = args[1]
+                return None
+            if func is _DATA_SET:
+                slot.owner.replace_data(slot, args[1])
+                return None
+            if func is torch.Tensor.detach and slot.owner.in_state_dict():
+                return slot.owner.snapshot(slot)
+            if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], torch.Tensor) and not (
+                torch.is_grad_enabled() and (first.requires_grad or args[1].requires_grad)
+            ) and not isinstance(args[1], _Managed):  # fmt: skip
+                slot.owner.overwrite(slot, args[1])
+                return first
+        found: list[ParamSlot] = []
+        _paged_in(args, found)
+        _paged_in(kwargs, found)
+        if not found:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+
+        def call() -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+
+        return found[0].owner.touch(found, call, grad_mode=torch.is_grad_enabled())
+
+
+def put_on(slot: ParamSlot, cls: type) -> None:
+    """Set the class that the slot's parameter wears (``PagedParameter``, ``ComputeParameter`` or ``nn.Parameter``)."""
+    slot.param.__class__ = cls  # type: ignore[assignment]
+
+
+def managed_slot(p: Any) -> ParamSlot | None:
+    """The slot of a managed parameter, else None. Cheap; works for every class it can wear."""
+    slot = getattr(p, "__dict__", {}).get("_tieroffload_slot")
+    return slot if isinstance(slot, ParamSlot) else None
+
+
+def refuse_foreign(p: Any) -> None:
+    if managed_slot(p) is not None:
+        raise TierOffloadError("This parameter is managed by another engine already.")

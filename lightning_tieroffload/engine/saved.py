@@ -1,0 +1,125 @@
+"""Floor 6. Saved-tensor hooks: how backward gets a unit's parameters back, whatever the module returned.
+
+[Note: saved views] While a unit computes, every tensor that autograd saves goes through ``SavedHooks.pack``. One that
+shares a unit's storage is replaced by a description (shape, stride, offset, version): it holds no memory and keeps
+nothing on the device. ``unpack`` pages the unit in and makes the view again. Everything else is passed to the hooks
+that were active outside (a checkpoint's, a user's), or kept as it is. Hooks switch autograd's own version check off,
+so both kinds compare versions here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.params import ParamSlot
+from lightning_tieroffload.engine.unit_state import DtypeGroup, UnitState
+
+__all__ = ["SavedHooks", "pop_hooks", "push_hooks"]
+
+
+class _SavedView:
+    __slots__ = ("dtype", "group", "offset", "shape", "slot", "stride", "version")
+
+    def __init__(self, group: DtypeGroup, slot: ParamSlot, tensor: torch.Tensor) -> None:
+        self.group = group
+        self.slot = slot
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.version = _version(slot.param)
+
+    def make(self) -> torch.Tensor:
+        if self.dtype == self.group.dtype:
+            return self.group.flat.as_strided(self.shape, self.stride, self.offset)
+        with torch.inference_mode(False):
+            view = torch.empty(0, dtype=self.dtype, device=self.group.device)
+            return view.set_(self.group.storage, self.offset, self.shape, self.stride)
+
+
+class _Kept:
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # An output saved as itself would own the node that owns it; a detached alias shares the version counter.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
+
+
+class _Outer:
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+def _version(p: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return p._version
+
+
+def _check_version(name: str, tensor: torch.Tensor, saved: int, current: int) -> None:
+    if saved != current:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{name} {list(tensor.shape)}] is at version {current}; expected version {saved} instead. Hint: a step, "
+            "load or in-place edit between forward and backward changes what backward needs."
+        )
+
+
+class SavedHooks:
+    """One pair of hooks over what was active outside. ``on_unpack`` is called before a unit's view is made."""
+
+    def __init__(
+        self,
+        space: DeviceSpace,
+        on_unpack: Callable[[UnitState], None],
+        outer: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None,
+    ) -> None:
+        self._by_storage = space.by_storage
+        self._on_unpack = on_unpack
+        self._outer = outer
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        try:
+            group = self._by_storage.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            group = None  # sparse, opaque or wrapper tensors have no storage of their own
+        if group is not None:
+            return _SavedView(group, group.slot_at(tensor.storage_offset()), tensor)
+        if self._outer is not None:
+            return _Outer(self._outer[0](tensor), self._outer[1])
+        return _Kept(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is _SavedView:
+            self._on_unpack(packed.group.unit)
+            _check_version(packed.slot.name, packed.slot.param, packed.version, _version(packed.slot.param))
+            return packed.make()
+        if type(packed) is _Outer:
+            return packed.unpack(packed.packed)  # type: ignore[no-any-return]
+        _check_version("a saved tensor", packed.tensor, packed.version, packed.tensor._version)
+        return packed.tensor  # type: ignore[no-any-return]
+
+
+def push_hooks(space: DeviceSpace, on_unpack: Callable[[UnitState], None]) -> bool:
+    """Make ours the innermost hooks of this thread. False where they are already, or where hooks are forbidden."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    if top is not None:
+        owner = getattr(top[0], "__self__", None)
+        if isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage:
+            return False
+    hooks = SavedHooks(space, on_unpack, top)
+    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)  # type: ignore[attr-defined]
+    return True
+
+
+def pop_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]

@@ -1,0 +1,215 @@
+"""Floor 3. The only file that creates CUDA streams and events, and the only one that copies between device and DRAM.
+
+Three movers with one interface: CUDA (copy streams and events), host (the device tier is host memory: copies happen
+at once), delayed (copies happen only when somebody waits for them, in a seeded random order: a missing wait becomes a
+wrong number at once, with no sleeping). See [Note: happens-before] in docs/design.md.
+
+[Note: happens-before] A copy reads its source after everything that compute has enqueued so far (the copy stream waits
+for an event of the compute stream) and its target may be read only behind the ticket: ``before_compute()`` orders later
+compute behind the copy without blocking the host, ``wait()`` blocks the host. Memory that a copy still reads or writes
+is released only behind ``before_compute()``: the allocator then hands it out in compute-stream order, after the copy.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = ["LANDED", "CopyTicket", "CudaStreams", "DelayedStreams", "HostStreams", "Pairs", "Streams", "make_streams"]
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source), same shape and dtype
+
+
+class CopyTicket(Protocol):
+    """A claim on one ordered group of copies. ``wait`` blocks the host; ``before_compute`` only orders compute."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float | None = None) -> None: ...
+    def before_compute(self) -> None: ...
+
+
+class Streams(Protocol):
+    """Copies between DEVICE and DRAM. Callable from the training thread and from autograd's threads."""
+
+    def upload(self, pairs: Pairs, label: str) -> CopyTicket: ...
+    def download(self, pairs: Pairs, label: str) -> CopyTicket: ...
+    def close(self) -> None: ...
+
+
+class _Landed:
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return None
+
+    def before_compute(self) -> None:
+        return None
+
+
+LANDED: CopyTicket = _Landed()
+
+
+def _copy(pairs: Pairs) -> None:
+    # Raw byte moves: no autograd, and no inference tensors when a validation loop happens to be on.
+    with torch.inference_mode(False), torch.no_grad():
+        for target, source in pairs:
+            target.copy_(source)
+
+
+class HostStreams:
+    """No accelerator: the DEVICE tier is host memory, and a copy is a memcpy in the caller's thread."""
+
+    def __init__(self, on_stall: Callable[[str, float], None]) -> None:
+        self._on_stall = on_stall
+
+    def _now(self, kind: str, pairs: Pairs) -> CopyTicket:
+        start_s = time.perf_counter()
+        _copy(pairs)
+        self._on_stall(kind, time.perf_counter() - start_s)
+        return LANDED
+
+    def upload(self, pairs: Pairs, label: str) -> CopyTicket:
+        return self._now("h2d", pairs)
+
+    def download(self, pairs: Pairs, label: str) -> CopyTicket:
+        return self._now("d2h", pairs)
+
+    def close(self) -> None:
+        return None
+
+
+class _DelayedTicket:
+    def __init__(self, owner: DelayedStreams, pairs: Pairs) -> None:
+        self._owner = owner
+        self.pairs: Pairs | None = list(pairs)
+
+    def done(self) -> bool:
+        return self.pairs is None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._owner.run(self)
+
+    def before_compute(self) -> None:
+        self._owner.run(self)
+
+
+class DelayedStreams:
+    """Every copy is put off until it is waited for, or until the seed says so at a later submission."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._pending: list[_DelayedTicket] = []
+
+    def run(self, ticket: _DelayedTicket) -> None:
+        with self._lock:
+            if ticket.pairs is not None:
+                pairs, ticket.pairs = ticket.pairs, None
+                self._pending.remove(ticket)
+                _copy(pairs)
+
+    def _later(self, pairs: Pairs) -> CopyTicket:
+        with self._lock:
+            ticket = _DelayedTicket(self, pairs)
+            self._pending.append(ticket)
+            while self._pending and self._random.random() < 0.3:
+                self.run(self._random.choice(self._pending))
+            return ticket
+
+    def upload(self, pairs: Pairs, label: str) -> CopyTicket:
+        return self._later(pairs)
+
+    def download(self, pairs: Pairs, label: str) -> CopyTicket:
+        return self._later(pairs)
+
+    def close(self) -> None:
+        with self._lock:
+            for ticket in list(self._pending):
+                self.run(ticket)
+
+
+class _CudaTicket:
+    def __init__(self, event: torch.cuda.Event, held: Pairs, on_stall: Callable[[str, float], None], kind: str) -> None:
+        self._event: torch.cuda.Event | None = event
+        # The pairs stay referenced until the event: the caching allocator must not hand their memory out before.
+        self._held: Pairs | None = held
+        self._on_stall = on_stall
+        self._kind = kind
+
+    def done(self) -> bool:
+        event = self._event
+        if event is None:
+            return True
+        if not event.query():
+            return False
+        self._held = None
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        event = self._event
+        if event is None:
+            return
+        if not event.query():
+            start_s = time.perf_counter()
+            event.synchronize()
+            self._on_stall(self._kind, time.perf_counter() - start_s)
+        self._held = None
+
+    def before_compute(self) -> None:
+        event = self._event
+        if event is not None and not event.query():
+            torch.cuda.current_stream().wait_event(event)
+
+
+class CudaStreams:
+    """One copy stream for each direction. Compute streams belong to the user."""
+
+    def __init__(self, device: torch.device, on_stall: Callable[[str, float], None]) -> None:
+        self._device = device
+        self._on_stall = on_stall
+        with torch.cuda.device(device):
+            self._upload_stream = torch.cuda.Stream(device)
+            self._download_stream = torch.cuda.Stream(device)
+        self._in_flight: list[_CudaTicket] = []
+        self._lock = threading.Lock()
+
+    def _enqueue(self, stream: torch.cuda.Stream, pairs: Pairs, label: str, kind: str) -> CopyTicket:
+        with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        ticket = _CudaTicket(event, list(pairs), self._on_stall, kind)
+        with self._lock:
+            self._in_flight = [t for t in self._in_flight if not t.done()]
+            self._in_flight.append(ticket)
+        return ticket
+
+    def upload(self, pairs: Pairs, label: str) -> CopyTicket:
+        return self._enqueue(self._upload_stream, pairs, label, "h2d")
+
+    def download(self, pairs: Pairs, label: str) -> CopyTicket:
+        return self._enqueue(self._download_stream, pairs, label, "d2h")
+
+    def close(self) -> None:
+        with self._lock:
+            for ticket in self._in_flight:
+                ticket.wait()
+            self._in_flight.clear()
+
+
+def make_streams(
+    device: torch.device, *, on_stall: Callable[[str, float], None], delay_seed: int | None = None
+) -> Streams:
+    """The mover for ``device``; with ``delay_seed`` the delayed one (host only: CUDA has real delays of its own)."""
+    if device.type == "cuda":
+        return CudaStreams(device, on_stall)
+    return DelayedStreams(delay_seed) if delay_seed is not None else HostStreams(on_stall)

@@ -1,0 +1,254 @@
+"""Floor 7. Functions of torch that would hold every gradient twice, wrapped while an engine is attached.
+
+``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_`` of ``torch.nn.utils``, ``nn.Module.zero_grad``
+and ``GradScaler._unscale_grads_``. Without managed parameters among the arguments the original runs, untouched; with
+them the numbers are the original's, bit for bit. Unwrapped they would still be right: ``p.grad`` is the true gradient
+wherever it is read, only then it stays on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_tieroffload.engine.gradients import Gradients
+from lightning_tieroffload.engine.params import ParamSlot, managed_slot
+
+__all__ = ["install", "uninstall"]
+
+_lock = threading.Lock()
+_originals: dict[tuple[Any, str], Any] = {}
+_num_users = [0]
+
+
+def _gradients(slot: ParamSlot) -> Gradients:
+    return slot.owner.gradients  # type: ignore[attr-defined,no-any-return]
+
+
+def _as_list(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _down(p: torch.Tensor) -> ParamSlot | None:
+    """The slot of a managed parameter whose gradient is in DRAM; None where torch's own code can read it as it is."""
+    slot = managed_slot(p)
+    return slot if slot is not None and _gradients(slot).is_down(slot) else None
+
+
+def _with_grad(parameters: list[torch.Tensor]) -> list[tuple[torch.Tensor, ParamSlot | None]]:
+    """(parameter, slot where its gradient is down), for those that have a gradient, in order."""
+    result: list[tuple[torch.Tensor, ParamSlot | None]] = []
+    for p in parameters:
+        slot = _down(p)
+        if slot is not None or p.grad is not None:
+            result.append((p, slot))
+    return result
+
+
+def _total_norm(
+    items: list[tuple[torch.Tensor, ParamSlot | None]], norm_type: float, error_if_nonfinite: bool, foreach: Any
+) -> torch.Tensor:
+    """Norm of per-tensor norms, stacked in the order in which torch groups tensors by device and dtype."""
+    if not items:
+        return torch.tensor(0.0)
+    norms: list[torch.Tensor] = []
+    for p, slot in items:
+        if slot is not None:
+            gradients = _gradients(slot)
+            gradients.norm_types.add(norm_type)
+            norms.append(gradients.norm(slot, norm_type))
+        else:
+            grad = p.grad
+            if isinstance(grad, torch.Tensor) and grad.layout == torch.strided:
+                norms.append(torch.linalg.vector_norm(grad, norm_type))
+            else:
+                norms.append(_originals[torch.nn.utils, "get_total_norm"]([grad], norm_type, False, foreach))
+    # Stand-ins without elements tell torch's own grouping which device and dtype each gradient has.
+    stand_ins: list[list[Any]] = [[torch.empty(0, dtype=p.dtype, device=p.device) for p, _ in items]]
+    grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(stand_ins, with_indices=True)
+    order = [index for _, indices in grouped.values() for index in indices]
+    first_device = items[0][0].device
+    total = torch.linalg.vector_norm(torch.stack([norms[i].to(first_device) for i in order]), norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        _originals[torch.nn.utils, "get_total_norm"]([total], 2.0, True)  # raises, in torch's own words
+    return total
+
+
+def _multiply(items: list[tuple[torch.Tensor, ParamSlot | None]], factor: torch.Tensor) -> None:
+    for p, slot in items:
+        if slot is not None:
+            _gradients(slot).multiply(slot, factor)
+        else:
+            grad = p.grad
+            if grad is not None:
+                grad.mul_(factor.to(grad.device))
+
+
+def _clip_factor(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
+    # As torch does it: no branch on the value, so that no host-device synchronisation is needed.
+    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+
+
+def _wrap_clip_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        listed = _as_list(parameters)
+        if not any(_down(p) is not None for p in listed):
+            return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            items = _with_grad(listed)
+            total = _total_norm(items, float(norm_type), error_if_nonfinite, foreach)
+            _multiply(items, _clip_factor(float(max_norm), total))
+        return total
+
+    return clip_grad_norm_
+
+
+def _wrap_clip_with_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+    ) -> None:
+        listed = _as_list(parameters)
+        if not any(_down(p) is not None for p in listed):
+            original(listed, max_norm, total_norm, foreach)
+            return
+        with torch.no_grad():
+            _multiply(_with_grad(listed), _clip_factor(float(max_norm), total_norm))
+
+    return clip_grads_with_norm_
+
+
+def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+        listed = _as_list(parameters)
+        rest = []
+        with torch.no_grad():
+            for p in listed:
+                slot = _down(p)
+                if slot is not None:
+                    _gradients(slot).clamp(slot, float(clip_value))
+                else:
+                    rest.append(p)
+        original(rest, clip_value, foreach)
+
+    return clip_grad_value_
+
+
+def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        managed: list[ParamSlot] = []
+        ordinary: list[torch.Tensor] = []
+        for p in self.parameters():
+            slot = managed_slot(p)
+            if slot is None:
+                ordinary.append(p)
+            else:
+                managed.append(slot)
+        if not managed or getattr(self, "_is_replica", False):
+            original(self, set_to_none)
+            return
+        _gradients(managed[0]).zero(managed, set_to_none=set_to_none)
+        for p in ordinary:
+            if p.grad is not None:
+                if set_to_none:
+                    p.grad = None
+                else:
+                    p.grad.detach_() if p.grad.grad_fn is not None else p.grad.requires_grad_(False)
+                    p.grad.zero_()
+
+    return zero_grad
+
+
+class _RestOnly:
+    """An optimizer's groups without the parameters whose gradients were unscaled in DRAM."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.param_groups = groups
+
+
+def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _unscale_grads_(
+        self: Any, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        down: list[ParamSlot] = []
+        groups = []
+        for group in optimizer.param_groups:
+            rest = []
+            for p in group["params"]:
+                slot = _down(p)
+                if slot is not None and (allow_fp16 or p.dtype != torch.float16):
+                    down.append(slot)
+                else:
+                    rest.append(p)
+            groups.append({"params": rest})
+        if not down:
+            return original(self, optimizer, inv_scale, found_inf, allow_fp16)  # type: ignore[no-any-return]
+        result: dict[torch.device, torch.Tensor] = original(self, _RestOnly(groups), inv_scale, found_inf, allow_fp16)
+        device = found_inf.device
+        host_found, host_inv = torch.zeros(()), inv_scale.detach().to("cpu", torch.float32)
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        with torch.no_grad():
+            for slot in down:
+                by_dtype.setdefault(slot.dtype, []).append(_gradients(slot).host_value(slot))
+                slot.unit.grads[slot.index].norms = {}
+            for grads in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, host_found, host_inv)
+            total = torch.maximum(result[device], host_found.to(device)) if device in result else host_found.to(device)
+        result = dict(result)
+        result[device] = total
+        return result
+
+    return _unscale_grads_
+
+
+def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]] | None]]:
+    utils = torch.nn.utils
+    yield utils, "get_total_norm", None  # takes gradients, not parameters: remembered, not wrapped
+    for owner in (utils, torch.nn.utils.clip_grad):  # type: ignore[attr-defined]
+        yield owner, "clip_grad_norm_", _wrap_clip_norm
+        yield owner, "clip_grads_with_norm_", _wrap_clip_with_norm
+        yield owner, "clip_grad_value_", _wrap_clip_value
+    yield nn.Module, "zero_grad", _wrap_zero_grad
+    yield torch.amp.GradScaler, "_unscale_grads_", _wrap_unscale
+
+
+def install() -> None:
+    """Count one more engine; the first one wraps."""
+    with _lock:
+        _num_users[0] += 1
+        if _num_users[0] > 1:
+            return
+        for owner, name, wrap in _targets():
+            original = getattr(owner, name, None)
+            if original is None:
+                continue
+            _originals[owner, name] = original
+            if wrap is not None:
+                setattr(owner, name, wrap(original))
+
+
+def uninstall() -> None:
+    """Count one engine less; the last one puts torch's functions back."""
+    with _lock:
+        _num_users[0] -= 1
+        if _num_users[0] > 0:
+            return
+        for owner, name, wrap in _targets():
+            original = _originals.get((owner, name))
+            if original is not None and wrap is not None:
+                setattr(owner, name, original)
