@@ -1,0 +1,83 @@
+"""Floor 7. The configuration's fields as command-line options, the same for every command.
+
+Owns the spelling (`--device-budget 22GiB` for `device_budget`) and nothing else: values are checked by
+`TierOffloadConfig`, which also says what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_tieroffload.config import TierOffloadConfig
+from lightning_tieroffload.errors import ConfigError
+
+__all__ = ["SETTINGS_HELP", "print_json", "refuse_rest", "take_settings"]
+
+_FIELDS = {
+    "--" + entry.name.replace("_", "-"): entry.name
+    for entry in dataclasses.fields(TierOffloadConfig)
+    if not entry.name.startswith("_")
+}
+_SEVERAL = ("nvme_paths", "units", "debug")
+
+SETTINGS_HELP = (
+    "Every setting of the configuration is an option too: "
+    + ", ".join(_FIELDS)
+    + ". --config FILE reads them from YAML; --nvme-paths may be given several times."
+)
+
+
+def take_settings(arguments: Sequence[str]) -> tuple[TierOffloadConfig, list[str]]:
+    """Take the configuration's options out of a command line; gives the configuration and what is left.
+
+    Order of precedence: options, then `--config FILE`, then the environment.
+
+    Raises:
+        ConfigError: an option without a value, or a value that its setting does not allow.
+    """
+    chosen: dict[str, Any] = {}
+    base = TierOffloadConfig.from_env()
+    rest: list[str] = []
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        option, equals, value = word.partition("=")
+        if word == "--":
+            rest += left
+            break
+        if option not in _FIELDS and option != "--config":
+            rest.append(word)
+            continue
+        if not equals:
+            if not left:
+                raise ConfigError(f"{option} needs a value.")
+            value = left.pop(0)
+        if option == "--config":
+            base = TierOffloadConfig.from_file(value).merged_over(base)
+        elif _FIELDS[option] in _SEVERAL and value.lower() not in ("auto", "none"):
+            chosen.setdefault(_FIELDS[option], []).append(value)
+        else:
+            chosen[_FIELDS[option]] = value
+    return TierOffloadConfig(**chosen).merged_over(base), rest
+
+
+def refuse_rest(rest: Sequence[str]) -> None:
+    """For a command that takes settings and nothing else: refuse what `take_settings` left over.
+
+    Raises:
+        ConfigError: there is something; names it, and the nearest setting.
+    """
+    if not rest:
+        return
+    if not rest[0].startswith("--"):
+        raise ConfigError(f"{rest[0]!r} is not an option. {SETTINGS_HELP}")
+    name, _, value = rest[0].removeprefix("--").partition("=")
+    TierOffloadConfig(**{name.replace("-", "_"): value})
+
+
+def print_json(result: object) -> None:
+    """What `--json` prints: one document on standard output, nothing else."""
+    print(json.dumps(result, indent=2, sort_keys=True, default=str))

@@ -1,0 +1,49 @@
+"""Floor 7. `tieroffload report`: a run report, read from disk and shown as tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lightning_tieroffload.cli.options import print_json
+from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.report import render_report
+
+__all__ = ["read_report", "report"]
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """The report in `path`, which is a file or the directory that a run wrote with `trace_path`.
+
+    Raises:
+        ConfigError: there is none, or it is not one.
+    """
+    file = path / "report.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file} does not exist. A run writes it into the directory that trace_path names, when it ends."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as a run report: {error}.") from None
+    if not isinstance(content, dict) or "tiers" not in content:
+        raise ConfigError(f'{file} is not a run report: it has no "tiers".')
+    return content
+
+
+def report(
+    path: Annotated[Path, typer.Argument(help="report.json, or the directory that trace_path named.")],
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as it is.")] = False,
+    plan: Annotated[bool, typer.Option(help="Show the plan too.")] = True,
+) -> None:
+    """Show the report of a run: bytes moved, peak against budget, stalls, steps and the plan."""
+    content = read_report(path)
+    if json_:
+        print_json(content)
+    else:
+        Console().print(render_report(content, with_plan=plan))
