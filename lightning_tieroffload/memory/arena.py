@@ -14,7 +14,6 @@ a thread inside `take` triggered). So `free` never blocks: it appends to a deque
 
 from __future__ import annotations
 
-import bisect
 import collections
 import ctypes
 import logging
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_tieroffload.errors import CapacityError, ResidencyError, TierOffloadError, UnsupportedError
+from lightning_tieroffload.memory.free_runs import FreeRuns
 from lightning_tieroffload.sizes import MiB, format_nbytes, round_up
 
 if TYPE_CHECKING:
@@ -202,11 +202,7 @@ class PinnedArena:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._returned: collections.deque[Block] = collections.deque()
-        # Free runs, three ways: by start, by end (to merge), by (length, start) (to find the best fit).
-        self._run_nbytes: dict[int, int] = {0: self.nbytes}
-        self._run_start_by_end: dict[int, int] = {self.nbytes: 0}
-        self._runs_by_length: list[tuple[int, int]] = [(self.nbytes, 0)]
-        self._used_nbytes = 0
+        self._runs = FreeRuns(self.nbytes)
         self._peak_nbytes = 0
 
         address = _libc.mmap(
@@ -270,7 +266,7 @@ class PinnedArena:
     def used_nbytes(self) -> int:
         """Bytes set aside now, padding to the alignment included."""
         self._merge_returned()
-        return self._used_nbytes
+        return self.nbytes - self._runs.free_nbytes
 
     @property
     def peak_nbytes(self) -> int:
@@ -286,7 +282,7 @@ class PinnedArena:
         """The longest free run: what the next ``take`` can get at most."""
         with self._lock:
             self._merge_locked()
-            largest = self._runs_by_length[-1][0] if self._runs_by_length else 0
+            largest = self._runs.longest_nbytes
         self._merge_returned()
         return largest
 
@@ -314,13 +310,9 @@ class PinnedArena:
         with self._lock:
             self._check_usable()
             self._merge_locked()
-            start = self._cut_locked(capacity_nbytes, align_nbytes)
-            if start is not None:
-                self._used_nbytes += capacity_nbytes
-                self._peak_nbytes = max(self._peak_nbytes, self._used_nbytes)
-            else:
-                free_nbytes = self.nbytes - self._used_nbytes
-                longest_nbytes = self._runs_by_length[-1][0] if self._runs_by_length else 0
+            start = self._runs.cut(capacity_nbytes, align_nbytes)
+            free_nbytes, longest_nbytes = self._runs.free_nbytes, self._runs.longest_nbytes
+            self._peak_nbytes = max(self._peak_nbytes, self.nbytes - free_nbytes)
         self._merge_returned()  # what was freed while this thread held the lock
         if start is None:
             raise CapacityError(
@@ -346,9 +338,8 @@ class PinnedArena:
 
     def __repr__(self) -> str:
         kind = "pinned" if self.pinned else "pageable"
-        return (
-            f"PinnedArena({self.label!r}, {kind}, {format_nbytes(self._used_nbytes)} of {format_nbytes(self.nbytes)})"
-        )
+        used = format_nbytes(self.nbytes - self._runs.free_nbytes)
+        return f"PinnedArena({self.label!r}, {kind}, {used} of {format_nbytes(self.nbytes)})"
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -392,42 +383,7 @@ class PinnedArena:
     def _merge_locked(self) -> None:
         while self._returned:
             block = self._returned.popleft()
-            self._used_nbytes -= block.capacity_nbytes
-            start, end = block.offset_nbytes, block.offset_nbytes + block.capacity_nbytes
-            if end in self._run_nbytes:
-                end += self._remove_run(end)
-            if start in self._run_start_by_end:
-                start = self._run_start_by_end[start]
-                self._remove_run(start)
-            self._add_run(start, end - start)
-
-    def _cut_locked(self, nbytes: int, align_nbytes: int) -> int | None:
-        """Offset of the best fit for ``nbytes``, removed from the free runs; None when nothing is long enough."""
-        index = bisect.bisect_left(self._runs_by_length, (nbytes, 0))
-        while index < len(self._runs_by_length):
-            run_nbytes, run_start = self._runs_by_length[index]
-            start = round_up(run_start, align_nbytes)
-            left_nbytes = run_start + run_nbytes - start - nbytes
-            if left_nbytes >= 0:
-                self._remove_run(run_start)
-                if start > run_start:
-                    self._add_run(run_start, start - run_start)
-                if left_nbytes:
-                    self._add_run(start + nbytes, left_nbytes)
-                return start
-            index += 1
-        return None
-
-    def _add_run(self, start: int, nbytes: int) -> None:
-        self._run_nbytes[start] = nbytes
-        self._run_start_by_end[start + nbytes] = start
-        bisect.insort(self._runs_by_length, (nbytes, start))
-
-    def _remove_run(self, start: int) -> int:
-        nbytes = self._run_nbytes.pop(start)
-        del self._run_start_by_end[start + nbytes]
-        del self._runs_by_length[bisect.bisect_left(self._runs_by_length, (nbytes, start))]
-        return nbytes
+            self._runs.give(block.offset_nbytes, block.capacity_nbytes)
 
 
 def _touch(memory: Any, num_threads: int | None) -> None:
