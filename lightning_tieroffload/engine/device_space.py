@@ -243,10 +243,16 @@ class DeviceSpace:
         self.wait_update(unit)
         unit.download.wait()
         self.table.begin(self._key(unit), H2D)
-        unit.upload = self._streams.upload(unit.pairs_to_device(), f"fetch ({unit.name})")
+        try:
+            unit.upload = self._streams.upload(unit.pairs_to_device(), f"fetch ({unit.name})")
+        except BaseException:
+            self.table.failed(self._key(unit), H2D)
+            raise
         self.moved_nbytes["h2d"] += unit.nbytes
         if self.no_overlap:
             unit.upload.wait()
+        if unit.upload is LANDED:  # copied at once: nobody will land it later
+            self.table.landed(self._key(unit), H2D)
 
     def _start_fetch(self, unit: UnitState) -> None:
         self.ledger.charge(Tier.DEVICE, unit.nbytes)
