@@ -37,6 +37,7 @@ from lightning_tieroffload.engine.params import (
     set_raw_data,
     set_raw_grad,
 )
+from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import GradPlace, UnitState
 from lightning_tieroffload.engine.units import UnitSpec, find_units
 from lightning_tieroffload.errors import InfeasiblePlanError, UnsupportedError
@@ -52,6 +53,8 @@ _UPDATE_LANE = "update"
 class _Core:
     """What engines with the same device and settings share. Lives as long as one of them."""
 
+    delay_seed = 0  # of the virtual delays of debug="delays"; tests set it on the class to try several
+
     def __init__(self, config: TierOffloadConfig, device: torch.device, adopted_nbytes: int) -> None:
         self.config = config
         self.device = device
@@ -62,7 +65,7 @@ class _Core:
             adopted_host_nbytes=adopted_nbytes,
             adopted_device_nbytes=0 if on_host else adopted_nbytes,
         )
-        delays = 0 if "delays" in config.debug and on_host else None
+        delays = self.delay_seed if "delays" in config.debug and on_host else None
         self.space = DeviceSpace(
             device,
             {Tier.DEVICE: budgets.device_nbytes, Tier.DRAM: budgets.dram_nbytes, Tier.NVME: budgets.nvme_nbytes},
@@ -215,7 +218,7 @@ class OffloadEngine:
         for spec in units.units:
             self._take_unit(spec, wrapper_of)
         self._unmanaged = [(name, reason, p.numel() * p.itemsize) for name, p, reason in units.unmanaged]
-        for name, p, reason in units.unmanaged:
+        for _, p, _ in units.unmanaged:
             if managed_slot(p) is None and p.device != self.device:
                 set_raw_data(p, raw_data(p).to(self.device))
         for module in model.modules():
@@ -375,10 +378,8 @@ class OffloadEngine:
                     total += num_moments * p.numel() * p.itemsize
         return total
 
-    # ------------------------------------------------------------------------------------- what parameters ask (SlotOwner)
+    # ------------------------------------------------------------------------------------------------- SlotOwner
     def touch(self, slots: Sequence[ParamSlot], call: Callable[[], Any], *, grad_mode: bool) -> Any:
-        from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
-
         units = list({slot.unit: None for slot in slots})
         if grad_mode:
             for slot in slots:
