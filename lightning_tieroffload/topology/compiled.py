@@ -1,0 +1,27 @@
+"""Floor 0. One way to compile a kernel: no Python objects, the interpreter lock released, machine code kept on disk.
+
+Owns no kernel. ``error_model="numpy"`` is what lets LLVM turn loops with divisions into vector code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from numba import njit
+
+__all__ = ["compiled"]
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def compiled(function: F) -> F:
+    """Compile ``function`` with Numba; its plain Python form stays reachable as ``.py_func``.
+
+    Machine code is stored beside the module (or in the user's cache directory). Where neither can be written, as in
+    a read-only container, compilation happens in memory on first use.
+    """
+    try:
+        return njit(cache=True, nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # Numba found no directory that it may write to
+        return njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
