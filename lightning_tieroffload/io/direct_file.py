@@ -131,7 +131,7 @@ def dio_align_nbytes(path: str) -> int | None:
     memory_nbytes, offset_nbytes = struct.unpack_from("=II", answer.raw, 0x98)
     if memory_nbytes == 0 or offset_nbytes == 0:
         return None
-    return max(ALIGN_NBYTES, memory_nbytes, offset_nbytes)
+    return max(ALIGN_NBYTES, int(memory_nbytes), int(offset_nbytes))
 
 
 class FallbackNotice:
@@ -327,7 +327,7 @@ class DirectFile:
         return f"DirectFile({self.path!r}, {'closed' if self.closed else self.mode})"
 
     def _write_around(self, padded: memoryview, new: memoryview, start: int, head_nbytes: int, shard: str) -> None:
-        """Write ``new`` into the pages from ``start`` on, keeping what is before and behind it there, and the length."""
+        """Write ``new`` into the pages from ``start`` on, keeping what is around it there, and the file's length."""
         file_nbytes = os.fstat(self._fd).st_size
         padded[:] = bytes(len(padded))
         present_nbytes = min(len(padded), max(0, file_nbytes - start))
