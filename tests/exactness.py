@@ -241,6 +241,8 @@ def run(
     model, optimizers = build()
     recording = Recording()
     engine = None
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors: a second thread only waits
     params = list(model.parameters())
     if variant is not None:
         engine = attach(model, optimizers, variant, **settings)
@@ -268,6 +270,7 @@ def run(
             assert not wrong, f"close() changed {wrong[:8]}"
             assert all(a is b for a, b in zip(params, model.parameters(), strict=False)), "a parameter was replaced"
     finally:
+        torch.set_num_threads(num_threads)
         if engine is not None:
             engine.close()
     return recording
