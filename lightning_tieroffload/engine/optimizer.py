@@ -14,6 +14,7 @@ from __future__ import annotations
 import copyreg
 import itertools
 import time
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -47,6 +48,8 @@ _HOOKS = (
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )  # fmt: skip
+# State entries that torch's classes make in the default dtype.
+_SCALARS = ("step", "eta", "mu", "mu_product")
 _NOT_MIRRORED = frozenset((*_HOOKS, "param_groups", "state", "step", "_opt_called"))
 
 
@@ -78,9 +81,18 @@ class TierState(defaultdict):  # type: ignore[type-arg]
         if slot is not None:
             slot.owner.wait_update(slot)  # type: ignore[attr-defined]
 
+    def __init__(self, optimizer: Optimizer, entries: Any) -> None:
+        super().__init__(dict)
+        self._optimizer = weakref.ref(optimizer)
+        for key, value in entries:
+            dict.__setitem__(self, key, value)
+
     def _wait_all(self) -> None:
-        for key in list(dict.keys(self)):
-            self._wait(key)
+        # By the optimizer's parameters, not by the keys: an update in flight may be the one that makes the entry.
+        optimizer = self._optimizer()
+        for group in optimizer.param_groups if optimizer is not None else ():
+            for p in group["params"]:
+                self._wait(p)
 
     def __getitem__(self, key: Any) -> Any:
         self._wait(key)
@@ -206,7 +218,7 @@ class TierOptimizer:
         user_cls = raw._tieroffload_user_class
         if updates is None:
             user_cls.load_state_dict(raw, state_dict)
-            raw.state = _as_tier_state(raw.state)
+            raw.state = TierState(raw, raw.state.items())
             return
         updates.load_state_dict(raw, user_cls, state_dict)
 
@@ -227,11 +239,6 @@ def _snapshot(value: Any) -> Any:
     return value
 
 
-def _as_tier_state(state: Any) -> TierState:
-    result = TierState(dict)
-    for key, value in state.items():
-        dict.__setitem__(result, key, value)
-    return result
 
 
 _adopted_classes: dict[type, type] = {}
@@ -252,7 +259,7 @@ def adopt(optimizer: Optimizer) -> Optimizer:
     optimizer.__dict__.pop("step", None)  # an LR scheduler made earlier left a wrapper of the old class's step here
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)
     optimizer.__class__ = new
-    optimizer.state = _as_tier_state(optimizer.state)
+    optimizer.state = TierState(optimizer, optimizer.state.items())
     return optimizer
 
 
@@ -419,6 +426,9 @@ class Updates:
         for slot, index in items:
             kernel = self._kernel_for(cls, groups[index], slot.dtype)
             sources.append(_Source(self._gradients, slot, groups[index], kernel))
+        # torch makes scalars (``step``) of the default dtype at step(); by the time the update runs the next forward may
+        # have changed that, for the whole process (64-true does).
+        scalar_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         previous = self._space.order_update(unit, [slot for slot, _ in items])
         upload, download = unit.upload, unit.download
 
@@ -433,7 +443,7 @@ class Updates:
                     source.wait()
                     (by_torch if source.kernel is None or source.grad is None else by_kernel).append(source)
                 if by_torch:
-                    self._run_torch(raw, cls, by_torch)
+                    self._run_torch(raw, cls, by_torch, scalar_dtype)
                 for source in by_kernel:
                     self._run_kernel(raw, source)
 
@@ -445,7 +455,8 @@ class Updates:
             source.hand_over(ticket)
         self._space.refresh(unit)
 
-    def _run_torch(self, raw: Optimizer, cls: type, sources: list[_Source]) -> None:
+    def _run_torch(self, raw: Optimizer, cls: type, sources: list[_Source], scalar_dtype: torch.dtype) -> None:
+        fresh = [source for source in sources if not dict.get(raw.state, source.slot.param)]
         groups: list[dict[str, Any]] = []
         hosts: dict[Any, Any] = {}
         of_group: dict[int, list[Any]] = {}
@@ -463,6 +474,12 @@ class Updates:
         finally:
             for host in hosts.values():
                 host.grad = None
+        for source in fresh:
+            entry = dict.get(raw.state, source.slot.param)
+            dtype = torch.float32 if source.group.get("fused") else scalar_dtype
+            for name in _SCALARS if isinstance(entry, dict) else ():
+                if isinstance(entry.get(name), torch.Tensor) and entry[name].dtype != dtype:
+                    entry[name] = entry[name].to(dtype)
 
     def _run_kernel(self, raw: Optimizer, source: _Source) -> None:
         kernel, slot = source.kernel, source.slot
@@ -566,10 +583,7 @@ class Updates:
         clone.state = defaultdict(dict)
         cls.load_state_dict(clone, state_dict)  # type: ignore[attr-defined]
         back = {host: original for original, host in hosts.items()}
-        state = TierState(dict)
-        for key, value in clone.state.items():
-            dict.__setitem__(state, back.get(key, key), value)
-        raw.state = state
+        raw.state = TierState(raw, [(back.get(key, key), value) for key, value in clone.state.items()])
         raw.param_groups = [
             {**new, "params": old["params"]} for new, old in zip(clone.param_groups, raw.param_groups, strict=True)
         ]

@@ -142,7 +142,8 @@ def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
                     _gradients(slot).clamp(slot, float(clip_value))
                 else:
                     rest.append(p)
-        original(rest, clip_value, foreach)
+        if rest or not listed:  # torch's own raises for a list without any gradient
+            original(rest, clip_value, foreach)
 
     return clip_grad_value_
 
