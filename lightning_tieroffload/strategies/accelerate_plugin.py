@@ -1,4 +1,4 @@
-"""Floor 7. The face for Accelerate: a few methods of `Accelerator`, wrapped in place.
+"""Floor 9. The face for Accelerate: a few methods of `Accelerator`, wrapped in place.
 
 Owns nothing between calls; a process that was not started with a `tieroffload_config` never gets here. Accelerate has
 no slot for a third party's plugin, and other modules hold references to the class, so it is not replaced but wrapped.
@@ -107,6 +107,9 @@ def _prepare_model(
     device = self.device if places else next(model.parameters()).device
     engine = OffloadEngine.attach(model, self._tieroffload_config, device)
     face.report_at_exit(engine, self._tieroffload_config)
+    for prepared in self._optimizers:  # those that were prepared before their model
+        if engine_of(prepared.optimizer) is engine:
+            engine.adopt_optimizer(prepared.optimizer)
     try:
         # Autocast and compilation, but neither the move of everything to the device nor a wrapper around the model.
         return original(self, model, device_placement=False, evaluation_mode=True)
@@ -135,7 +138,9 @@ def _prepare_optimizer(
     if getattr(optimizer, "_is_accelerate_prepared", False):
         return original(self, optimizer, device_placement=device_placement)
     # With device placement, Accelerate would send the whole optimizer state to the device.
-    return original(self, adopt(optimizer), device_placement=False)
+    engine = engine_of(optimizer)
+    adopted = adopt(optimizer) if engine is None else engine.adopt_optimizer(optimizer)
+    return original(self, adopted, device_placement=False)
 
 
 def _backward(self: Any, original: Callable[..., None], loss: Any, **kwargs: Any) -> None:

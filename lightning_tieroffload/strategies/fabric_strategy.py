@@ -1,4 +1,4 @@
-"""Floor 7. The face for Fabric, of `lightning.fabric` and of `lightning_fabric`.
+"""Floor 9. The face for Fabric, of `lightning.fabric` and of `lightning_fabric`.
 
 Owns the translation of Fabric's calls. Fabric has no end: an engine lives until `engine_of(model).close()` or until
 its model is gone.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -60,6 +61,7 @@ class _FabricFace:
         )
         self._num_nodes = 1
         self._backward_sync_control = _AccumulationControl()
+        self._adopted_early: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.process_group_backend = process_group_backend
         self.timeout = timeout
 
@@ -147,14 +149,17 @@ class _FabricFace:
         if next(module.parameters(), None) is not None:
             engine = OffloadEngine.attach(module, self.config, self.root_device)
             face.report_at_exit(engine, self.config)
+            for optimizer in [each for each in self._adopted_early if engine_of(each) is engine]:
+                engine.adopt_optimizer(optimizer)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        adopted = adopt(optimizer)
-        engine = engine_of(adopted)
-        if engine is not None:
-            face.print_plan_once(engine)
-        return adopted
+        engine = engine_of(optimizer)
+        if engine is None:  # its model has not been set up yet
+            self._adopted_early.add(optimizer)
+            return adopt(optimizer)
+        face.print_plan_once(engine)
+        return engine.adopt_optimizer(optimizer)
 
 
 class _AccumulationControl:

@@ -122,7 +122,10 @@ def print_plan_once(engine: Engine) -> None:
     _printed.add(engine)
     from rich.console import Console
 
-    Console(stderr=True).print(engine.plan_table())
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.width = 120  # a log file has no width; the default of 80 breaks the columns
+    console.print(engine.plan_table())
 
 
 def write_report(engine: Engine, config: TierOffloadConfig) -> None:

@@ -1,4 +1,4 @@
-"""Floor 7. The face for Lightning's Trainer, and `TierOffloadStrategy`, the one name for Trainer and Fabric.
+"""Floor 9. The face for Lightning's Trainer, and `TierOffloadStrategy`, the one name for Trainer and Fabric.
 
 Owns the translation of Lightning's calls into the engine's, for as long as a fit, validate, test or predict runs: the
 engine is attached in `setup` and closed in `teardown`, and outside of these the model is ordinary.
@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 import _tieroffload_hooks
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine.offload_engine import OffloadEngine
-from lightning_tieroffload.engine.optimizer import adopt
 from lightning_tieroffload.strategies import face
 
 __all__ = ["TierOffloadStrategy", "strategy_class"]
@@ -195,7 +194,13 @@ class _LightningFace:
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
         # Through the setter: it builds the wrapper classes, which derive from the optimizer's class of that moment.
-        self.optimizers = [_adopted(optimizer) for optimizer in self.optimizers]  # type: ignore[has-type]
+        self.optimizers = [self._adopted(optimizer) for optimizer in self.optimizers]  # type: ignore[has-type]
+
+    def _adopted(self, optimizer: Any) -> Any:
+        raw = getattr(optimizer, "_optimizer", optimizer)  # configure_optimizers may return Lightning's own wrapper
+        if self._engine is None or not isinstance(raw, Optimizer):
+            return optimizer
+        return self._engine.adopt_optimizer(raw)
 
     # ------------------------------------------------------------ the loop
 
@@ -275,11 +280,6 @@ class _LightningFace:
     def register_strategies(cls, strategy_registry: Any) -> None:
         """For those who import the class by hand; the import hooks do the same without it."""
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__, override=True)
-
-
-def _adopted(optimizer: Any) -> Any:
-    raw = getattr(optimizer, "_optimizer", optimizer)  # configure_optimizers may return Lightning's own wrapper
-    return adopt(raw) if isinstance(raw, Optimizer) else optimizer
 
 
 @functools.cache
