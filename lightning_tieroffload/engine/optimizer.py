@@ -106,6 +106,10 @@ class TierState(defaultdict):  # type: ignore[type-arg]
         self._wait(key)
         return super().pop(key, *default)
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        self._wait(key)
+        return super().setdefault(key, default)
+
     def __contains__(self, key: Any) -> bool:
         self._wait(key)
         return super().__contains__(key)
@@ -403,6 +407,8 @@ class Updates:
                     unmanaged.append(p)
                 elif self._gradients.has_grad(slot):
                     by_unit.setdefault(slot.unit, []).append((slot, index))
+                    if not dict.__contains__(raw.state, p):
+                        dict.__setitem__(raw.state, p, {})  # entries come in the plain run's order, not the updates'
             rest.append({**{k: v for k, v in group.items() if k != "params"}, "params": unmanaged})
         if any(group["params"] for group in rest):
             _inner_step(cls)(_clone(raw, cls, rest, {}))
@@ -472,8 +478,10 @@ class Updates:
         try:
             _inner_step(cls)(_clone(raw, cls, groups, hosts))
         finally:
-            for host in hosts.values():
+            for p, host in hosts.items():
                 host.grad = None
+                if not dict.get(raw.state, p, True):
+                    dict.pop(raw.state, p)  # the class keeps nothing for this parameter
         for source in fresh:
             entry = dict.get(raw.state, source.slot.param)
             dtype = torch.float32 if source.group.get("fused") else scalar_dtype
