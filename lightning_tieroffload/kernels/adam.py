@@ -95,7 +95,7 @@ def _inner(master, exp_avg, exp_avg_sq, grad, s):  # type: ignore[no-untyped-def
         exp_avg_sq[i] = v
 
 
-def _inner_numpy(p: np.ndarray, m: np.ndarray, v: np.ndarray, grad: np.ndarray, s: AdamScalars) -> np.ndarray:
+def _inner_numpy(p: np.ndarray, m: np.ndarray, v: np.ndarray, grad: np.ndarray, s: AdamScalars) -> Any:
     if s.is_new_state:
         m[:] = 0
         v[:] = 0
@@ -134,4 +134,4 @@ adam_slice = LazyKernel(_build)
 
 def adam_slice_numpy(begin: int, end: int, *args: Any) -> None:
     """Slow twin of `adam_slice`."""
-    sweep_numpy(_inner_numpy, begin, end, *args[:-1], args[-1].negate, args[-1])
+    sweep_numpy(_inner_numpy, begin, end, *args)

@@ -72,7 +72,7 @@ def _inner(master, exp_avg, grad, s):  # type: ignore[no-untyped-def]
         exp_avg[i] = fma(g, s.one_minus_beta2, m * s.beta2)
 
 
-def _inner_numpy(p: np.ndarray, m: np.ndarray, unused: np.ndarray, g: np.ndarray, s: LionScalars) -> np.ndarray:
+def _inner_numpy(p: np.ndarray, m: np.ndarray, unused: np.ndarray, g: np.ndarray, s: LionScalars) -> Any:
     if s.is_new_state:
         m[:] = 0
     direction = fma_numpy(g, s.one_minus_beta1, m * s.beta1)
@@ -112,4 +112,4 @@ lion_slice = LazyKernel(_build)
 
 def lion_slice_numpy(begin: int, end: int, *args: Any) -> None:
     """Slow twin of `lion_slice`."""
-    sweep_numpy(_inner_numpy, begin, end, *args[:-1], args[-1].negate, args[-1])
+    sweep_numpy(_inner_numpy, begin, end, *args)

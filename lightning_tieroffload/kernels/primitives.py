@@ -17,10 +17,10 @@ import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import float32, njit, types, uint32
 from numba.extending import intrinsic
 
@@ -44,6 +44,7 @@ __all__ = [
     "float_of",
     "fma",
     "fma_numpy",
+    "inlined",
     "rounded_numpy",
 ]
 
@@ -53,10 +54,19 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 # Absent arguments: empty arrays rather than None, so that a kernel has one signature and is compiled once.
 NO_F32, NO_U16, NO_U8 = np.empty(0, np.float32), np.empty(0, np.uint16), np.empty(0, np.uint8)
 
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
+_OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 
-block_step = njit(**_OPTIONS)
-"""Compiles a building block. Not stored on disk by itself: the kernel that calls it contains its code."""
+
+def block_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a building block. Not stored on disk by itself: the kernel that calls it contains its code."""
+    compiled: Any = njit(**_OPTIONS)(function)
+    return cast(Callable[..., Any], compiled)
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a building block that Numba copies into its callers: no call, and arguments that are not passed."""
+    compiled: Any = njit(inline="always", **_OPTIONS)(function)
+    return cast(Callable[..., Any], compiled)
 
 
 class LazyKernel:
@@ -113,7 +123,7 @@ class LazyKernel:
 
 
 @intrinsic
-def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c`` of float32 with one rounding."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -123,7 +133,7 @@ def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def bits_of(typing_context: Any, value: Any) -> Any:
+def _bits_of(typing_context: Any, value: Any) -> Any:
     """The 32 bits of a float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -133,7 +143,7 @@ def bits_of(typing_context: Any, value: Any) -> Any:
 
 
 @intrinsic
-def float_of(typing_context: Any, bits: Any) -> Any:
+def _float_of(typing_context: Any, bits: Any) -> Any:
     """The float32 that has these 32 bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -142,7 +152,13 @@ def float_of(typing_context: Any, bits: Any) -> Any:
     return types.float32(types.uint32), generate
 
 
-@njit(inline="always", **_OPTIONS)
+# Seen as plain callables by type checkers: the intrinsics' own first argument is the compiler's.
+fma: Any = _fma
+bits_of: Any = _bits_of
+float_of: Any = _float_of
+
+
+@inlined
 def bf16_bits(bits: Any) -> Any:
     """bfloat16 bits (in a uint32) of float32 bits, to nearest, ties to even. A NaN keeps sign and high payload."""
     rounded = (bits + (uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1)))) >> uint32(16)
@@ -150,7 +166,7 @@ def bf16_bits(bits: Any) -> Any:
     return quiet if (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000) else rounded
 
 
-@njit(inline="always", **_OPTIONS)
+@inlined
 def f16_bits(bits: Any) -> Any:
     """IEEE half bits (in a uint32) of float32 bits, to nearest, ties to even; 65520 and above become infinite.
 
@@ -168,7 +184,7 @@ def f16_bits(bits: Any) -> Any:
     return result | ((bits >> uint32(16)) & uint32(0x8000))
 
 
-@njit(inline="always", **_OPTIONS)
+@inlined
 def f32_of_f16(half: Any) -> Any:
     """The float32 of IEEE half bits (in a uint32); exact."""
     magnitude = (half & uint32(0x7FFF)) << uint32(13)
@@ -178,7 +194,7 @@ def f32_of_f16(half: Any) -> Any:
     return float_of(result | ((half & uint32(0x8000)) << uint32(16)))
 
 
-@njit(inline="always", **_OPTIONS)
+@inlined
 def f32_of_bf16(bits: Any) -> Any:
     """The float32 of bfloat16 bits (in a uint32); exact."""
     return float_of(bits << uint32(16))

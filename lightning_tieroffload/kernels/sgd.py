@@ -121,4 +121,4 @@ sgd_slice = LazyKernel(_build)
 
 def sgd_slice_numpy(begin: int, end: int, *args: Any) -> None:
     """Slow twin of `sgd_slice`."""
-    sweep_numpy(_inner_numpy, begin, end, *args[:-1], args[-1].negate, args[-1])
+    sweep_numpy(_inner_numpy, begin, end, *args)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, uint8, uint16, uint32
+from numba import uint8, uint16, uint32
 
 from lightning_tieroffload.kernels.primitives import (
     BFLOAT16,
@@ -30,6 +30,7 @@ from lightning_tieroffload.kernels.primitives import (
     f32_of_f16,
     f32_of_numpy,
     float_of,
+    inlined,
     rounded_numpy,
 )
 
@@ -152,7 +153,7 @@ def stride_numel(begin, end, master_f32, grad_format, scales_f32, negate, copy_u
 
 
 # Inlined by Numba: a call passes seven machine words an array, 0.1 µs a block, a fifth of its time.
-@njit(inline="always", nogil=True, error_model="numpy")
+@inlined
 def open_block(  # type: ignore[no-untyped-def]
     master_f32, hi_u16, lo_u16, ties_u8, grad_f32, grad_u16, grad_format, scales_f32, scale_format, negate,
     start, stop, master_scratch, grad_scratch,
@@ -174,7 +175,7 @@ def open_block(  # type: ignore[no-untyped-def]
     return master, grad
 
 
-@njit(inline="always", nogil=True, error_model="numpy")
+@inlined
 def close_block(master, master_f32, hi_u16, lo_u16, ties_u8, copy_u16, copy_format, start):  # type: ignore[no-untyped-def]
     """Store what `open_block` gave and the optimizer updated: the split form and the compute copy."""
     if master_f32.size == 0:
@@ -246,7 +247,6 @@ def sweep_numpy(
     second_f32: np.ndarray,
     copy_u16: np.ndarray,
     copy_format: int,
-    negate: bool,
     scalars: Any,
 ) -> None:
     """What every ``*_slice`` kernel does, in NumPy: its slow twin and its specification.
@@ -256,10 +256,10 @@ def sweep_numpy(
     All arrays are 1-D, contiguous and of one length (``ties_u8``: an eighth); an empty one stands for an absent one.
     The master is ``master_f32`` or the split form in the next three. The gradient is ``grad_f32`` or the bits
     ``grad_u16`` of ``grad_format``; it is not changed. ``first_f32`` and ``second_f32`` are the optimizer's state.
-    ``copy_u16``, if present, gets the new master rounded to ``copy_format``. ``inner`` updates the state in place and
-    returns the new master.
+    ``copy_u16``, if present, gets the new master rounded to ``copy_format``. ``scalars.negate``
+    turns the gradient's sign. ``inner`` updates the state in place and returns the new master.
     """
-    grad = _load_gradient_numpy(grad_f32, grad_u16, grad_format, scales_f32, scale_format, negate, begin, end)
+    grad = _load_gradient_numpy(grad_f32, grad_u16, grad_format, scales_f32, scale_format, scalars.negate, begin, end)
     is_split = master_f32.size == 0
     master = merge_numpy(hi_u16, lo_u16, ties_u8, begin, end) if is_split else master_f32[begin:end]
     with np.errstate(all="ignore"):
