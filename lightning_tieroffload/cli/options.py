@@ -75,7 +75,7 @@ def refuse_rest(rest: Sequence[str]) -> None:
     if not rest[0].startswith("--"):
         raise ConfigError(f"{rest[0]!r} is not an option. {SETTINGS_HELP}")
     name, _, value = rest[0].removeprefix("--").partition("=")
-    TierOffloadConfig(**{name.replace("-", "_"): value})
+    TierOffloadConfig.from_kwargs(**{name.replace("-", "_"): value})
 
 
 def print_json(result: object) -> None:

