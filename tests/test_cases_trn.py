@@ -94,7 +94,7 @@ class _Evaluating(Module):
 
 
 def test_trn_01_evaluation_inside_training() -> None:
-    """TRN-01: sanity check, two validation loaders, an abandoned pass, eval() for one step; exact, nothing in flight."""
+    """TRN-01: sanity check, two validation loaders, an abandoned pass, eval() for a step; exact, none in flight."""
     settled: list[_Settled] = []
 
     def callbacks() -> list[pl.Callback]:
@@ -194,7 +194,7 @@ def test_trn_05_scheduler_that_changes_lr_right_after_step() -> None:
 
 
 def test_trn_06_optimizer_stays_an_optimizer() -> None:
-    """TRN-06: isinstance, ``defaults``, schedulers, hooks once per step, edits of groups and state, ``add_param_group``."""
+    """TRN-06: isinstance, ``defaults``, schedulers, hooks once per step, edits, ``add_param_group``."""
     num_calls: list[int] = []
 
     def build() -> Any:
@@ -528,3 +528,35 @@ def test_trn_17_configuration_is_immutable() -> None:
     assert strategy.config == before
     with pytest.raises(AttributeError):
         strategy.config.device_budget = 1
+
+
+# ------------------------------------------------------------------------------------------------ calls over everything
+
+
+def test_trn_07_one_call_over_all_parameters() -> None:
+    """TRN-07: callbacks that hand all parameters to one call (EMA by foreach, norms, vectors) work on any budget."""
+
+    def loop(model: nn.Module, optimizer: Any, look: Any) -> None:
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        x = torch.randn(16, 64)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(x) ** 2).mean().backward()
+            optimizer.step()
+            average.update_parameters(model)
+            norms = torch._foreach_norm(list(model.parameters()))
+            vector = nn.utils.parameters_to_vector(model.parameters())
+            held = [p.data for p in model.parameters()]
+            look(norms=norms, vector=vector, average=average.module.state_dict(), held=held)
+            del held
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 0.5)
+        engine = engine_of(model)
+        if engine is not None:
+            resident = [unit for unit in engine.units if unit.is_resident]
+            assert sum(unit.charged_nbytes for unit in resident) == sum(unit.nbytes for unit in resident)
+        look(loss=(model(x) ** 2).mean())
+
+    check(_build_sgd, loop)
