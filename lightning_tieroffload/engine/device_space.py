@@ -17,9 +17,9 @@ from torch import nn
 
 from lightning_tieroffload.concepts import D2H, H2D, Ticket, Tier
 from lightning_tieroffload.engine.order import Phase, UseOrder
-from lightning_tieroffload.engine.params import ComputeParameter, PagedParameter, ParamSlot, put_on
+from lightning_tieroffload.engine.params import AutocastParameter, ComputeParameter, PagedParameter, ParamSlot
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket, Pairs, Streams, make_streams
-from lightning_tieroffload.engine.unit_state import DtypeGroup, UnitState
+from lightning_tieroffload.engine.unit_state import Form, Part, UnitState, WireState
 from lightning_tieroffload.errors import CapacityError, TierOffloadError
 from lightning_tieroffload.residency import Ledger, ResidencyTable
 from lightning_tieroffload.sizes import format_nbytes
@@ -57,13 +57,16 @@ class DeviceSpace:
         self.poison = poison
         self.no_overlap = no_overlap
         self.units: list[UnitState] = []
-        self.by_storage: dict[int, DtypeGroup] = {}
+        self.by_storage: dict[int, Part] = {}
+        self._unit_at: dict[int, UnitState] = {}
+        self.wire_dtype: torch.dtype | None = None  # what autocast cast to when a window last opened
         self.moved_nbytes = {"h2d": 0, "d2h": 0, "read": 0, "write": 0}
         self.stall_s = {"h2d": 0.0, "d2h": 0.0, "read": 0.0, "write": 0.0, "update": 0.0}
         self.num_prefetch_misses = 0
         self.num_fetches = 0
         self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed)
         self._pid = os.getpid()
+        self._touched: list[UnitState] = []  # what calls of user code outside windows are using right now
         self._distance_of: dict[int, int] = {}
         self._distance_key: Any = None
         self._next_index = 0
@@ -93,67 +96,92 @@ class DeviceSpace:
         """List a unit whose values are in its home and whose device storages are released."""
         with self.lock:
             self.units.append(unit)
-            for group in unit.groups:
-                self.by_storage[group.key] = group
-            self.table.add(self._key(unit), Tier.DRAM, valid_on=[Tier.DRAM])
+            self._unit_at[unit.index] = unit
             self.ledger[Tier.DRAM].home_nbytes += unit.nbytes
+            for part in unit.parts:
+                self._add_part(part)
             for slot in unit.slots:
-                put_on(slot, PagedParameter)
-            self._remember_versions(unit)
+                slot.param.__class__ = PagedParameter
+
+    def _add_part(self, part: Part) -> None:
+        self.by_storage[part.key] = part
+        self.table.add(part.shard, Tier.DRAM, valid_on=[Tier.DRAM])
+        self._remember_versions(part)
+
+    def add_wire(self, unit: UnitState, dtype: torch.dtype) -> bool:
+        """Give a unit's castable weights a wire part. False where something holds their full part just now."""
+        with self.lock:
+            full = next(part for part in unit.full_parts if part.castable)
+            self.settle_home(unit)
+            if self._is_held(full):
+                return False
+            if full.is_resident:
+                self._evict(full)
+            self._add_part(unit.make_wire(dtype))
+            return True
 
     def remove(self, unit: UnitState) -> None:
         """Forget a unit. Its parameters must have been made ordinary before."""
         with self.lock:
-            unit.upload.wait()
-            unit.download.wait()
-            if unit.is_resident:
-                self._release_storage(unit)
+            for part in unit.parts:
+                part.upload.wait()
+                part.download.wait()
+                if part.is_resident:
+                    self._release_storage(part)
+                self.by_storage.pop(part.key, None)
+                self.table.remove(part.shard)
             self.units.remove(unit)
-            for group in unit.groups:
-                self.by_storage.pop(group.key, None)
-            self.table.remove(self._key(unit))
+            self._unit_at.pop(unit.index, None)
             self.ledger[Tier.DRAM].home_nbytes -= unit.nbytes
 
     def close(self) -> None:
         self._streams.close()
 
-    @staticmethod
-    def _key(unit: UnitState) -> str:
-        return f"{unit.index}/{unit.shard.name}"
-
     # ---------------------------------------------------------------------------------------- versions and truth
-    def _remember_versions(self, unit: UnitState) -> None:
+    def _remember_versions(self, part: Part) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            unit.versions = [slot.param._version for slot in unit.slots]
+            part.versions = [slot.param._version for slot in part.slots]
 
-    def _notice_writes(self, unit: UnitState) -> None:
+    def _notice_writes(self, part: Part) -> None:
         """Whatever user code wrote to the device copy since we last looked makes that copy the truth."""
-        if not unit.is_resident:
+        if not part.is_resident or part.form is Form.WIRE:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            versions = [slot.param._version for slot in unit.slots]
-        written = versions != unit.versions
-        if unit.is_handed_out:
-            # What is done through an alias shows nowhere, so as long as one lives the unit counts as written.
+            versions = [slot.param._version for slot in part.slots]
+        written = versions != part.versions
+        if part.is_handed_out:
+            # What is done through an alias shows nowhere, so as long as one lives the part counts as written.
             written = True
-            unit.is_handed_out = unit.num_aliases() > 0
+            part.is_handed_out = part.num_aliases() > 0
         if written:
-            unit.versions = versions
-            if self.table.is_valid(self._key(unit), Tier.DEVICE):
-                self.table.wrote(self._key(unit), Tier.DEVICE)
+            part.versions = versions
+            if self.table.is_valid(part.shard, Tier.DEVICE):
+                self.table.wrote(part.shard, Tier.DEVICE)
 
-    def _write_back(self, unit: UnitState) -> None:
-        """Order a copy of a dirty device copy to its home. Readers of the home wait for ``unit.download``."""
-        key = self._key(unit)
-        if not self.table.is_only_valid(key, Tier.DEVICE):
+    def _write_back(self, part: Part) -> None:
+        """Order a copy of a dirty device copy to its home. Readers of the home wait for ``part.download``."""
+        if not self.table.is_only_valid(part.shard, Tier.DEVICE):
             return
+        unit = part.unit
         self.wait_update(unit)
-        self.table.begin(key, D2H)
-        unit.download = self._streams.download(unit.pairs_to_home(), f"write back ({unit.name})")
-        self.moved_nbytes["d2h"] += unit.nbytes
-        if self.no_overlap:
-            unit.download.wait()
-        self.table.landed(key, D2H)
+        wire = unit.wire if part.castable else None
+        if wire is not None:
+            wire.upload.wait()  # it may still be reading the split homes
+        self.table.begin(part.shard, D2H)
+        pairs, landing = part.download_pairs()
+        try:
+            part.download = self._streams.download(pairs, f"write back ({part.name})")
+            if self.no_overlap or landing is not None:
+                part.download.wait()
+            if landing is not None:
+                part.finish_download(landing)
+        except BaseException:
+            self.table.failed(part.shard, D2H)
+            raise
+        self.moved_nbytes["d2h"] += part.nbytes
+        self.table.landed(part.shard, D2H)
+        if wire is not None:
+            self.table.wrote(wire.shard, Tier.DRAM)
 
     def wait_update(self, unit: UnitState) -> None:
         """Block until every ordered update of the unit has landed in its home. Errors of the update surface here."""
@@ -171,37 +199,43 @@ class DeviceSpace:
         """Make the home copy the newest and readable by the host now."""
         with self.lock:
             self.wait_update(unit)
-            self._land(unit)
-            self._notice_writes(unit)
-            self._write_back(unit)
-            unit.download.wait()
+            for part in unit.full_parts:
+                self._land(part)
+                self._notice_writes(part)
+                self._write_back(part)
+                part.download.wait()
 
     def order_home_write(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
-        """The home is written by the host (a load, an update): the device copy becomes stale.
+        """The home is written by the host (a load, an update): the device copies become stale.
 
-        The caller has settled the home before. The device copy is dropped unless something still refers to it, in
+        The caller has settled the home before. Device copies are dropped unless something still refers to them, in
         which case ``refresh`` must follow once the home is written.
         """
         with self.lock:
-            self.table.wrote(self._key(unit), Tier.DRAM)
             for slot in slots:
                 torch.autograd.graph.increment_version(slot.param)
-            self._remember_versions(unit)
-            if unit.is_resident and not self._is_held(unit):
-                self._evict(unit)
+            for part in unit.parts:
+                self.table.wrote(part.shard, Tier.DRAM)
+                self._remember_versions(part)
+                if part.is_resident and not self._is_held(part):
+                    self._evict(part)
 
-    def order_update(self, unit: UnitState, slots: Sequence[ParamSlot]) -> list[Ticket]:
-        """An update of the home is about to be submitted: make the home the truth, the device copy stale.
+    def order_update(self, unit: UnitState, slots: Sequence[ParamSlot]) -> tuple[list[Ticket], list[CopyTicket]]:
+        """An update of the home is about to be submitted: make the home the truth, the device copies stale.
 
-        Returns what the update must run after. The work itself waits for ``unit.upload`` and ``unit.download``.
+        Returns (works that the update must run after, copies that it must wait for: those that read or write homes).
         """
         with self.lock:
-            self._land(unit)
-            self._notice_writes(unit)
-            self._write_back(unit)
+            copies: list[CopyTicket] = []
+            for part in unit.parts:
+                self._land(part, into=copies)
+                if part.form is Form.FULL:
+                    self._notice_writes(part)
+                    self._write_back(part)
+                copies.append(part.download)
             previous = [unit.update] if unit.update is not None else []
             self.order_home_write(unit, slots)
-            return previous
+            return previous, copies
 
     def next_uses(self) -> dict[int, int]:
         """Unit index to its position among the coming uses, as predicted."""
@@ -209,17 +243,18 @@ class DeviceSpace:
             return dict(self._distances())
 
     def refresh(self, unit: UnitState) -> None:
-        """Bring a stale device copy that something refers to up to date."""
+        """Bring stale device copies that something refers to up to date."""
         with self.lock:
-            if unit.is_resident and not self.table.is_valid(self._key(unit), Tier.DEVICE):
-                self._upload(unit)
-                self._land(unit)
+            for part in unit.parts:
+                if part.is_resident and not self.table.is_valid(part.shard, Tier.DEVICE):
+                    self._upload(part)
+                    self._land(part)
 
     # ---------------------------------------------------------------------------------------- moving
     def download(self, pairs: Pairs, label: str) -> CopyTicket:
         """Order copies device to DRAM that are not a unit's parameters (gradients)."""
         ticket = self._streams.download(pairs, label)
-        self.moved_nbytes["d2h"] += sum(source.nbytes for _, source in pairs)
+        self.moved_nbytes["d2h"] += sum(min(target.nbytes, source.nbytes) for target, source in pairs)
         if self.no_overlap:
             ticket.wait()
         return ticket
@@ -232,62 +267,72 @@ class DeviceSpace:
             ticket.wait()
         return ticket
 
-    def _land(self, unit: UnitState) -> None:
+    def _land(self, part: Part, into: list[CopyTicket] | None = None) -> None:
         """Order compute behind an upload in flight and count it as landed."""
-        if unit.upload is not LANDED:
-            unit.upload.before_compute()
-            unit.upload = LANDED
-            self.table.landed(self._key(unit), H2D)
+        if part.upload is not LANDED:
+            part.upload.before_compute()
+            if into is not None:
+                into.append(part.upload)
+            part.upload = LANDED
+            self.table.landed(part.shard, H2D)
 
-    def _upload(self, unit: UnitState) -> None:
+    def _upload(self, part: Part) -> None:
+        unit = part.unit
         self.wait_update(unit)
-        unit.download.wait()
-        self.table.begin(self._key(unit), H2D)
+        if part.castable:
+            # Two forms of one home: the full part may be the newer one.
+            for full in unit.full_parts:
+                if full.castable and full is not part and full.is_resident:
+                    self._land(full)
+                    self._notice_writes(full)
+                    self._write_back(full)
+        for each in unit.full_parts:
+            each.download.wait()
+        self.table.begin(part.shard, H2D)
         try:
-            unit.upload = self._streams.upload(unit.pairs_to_device(), f"fetch ({unit.name})")
+            part.upload = self._streams.upload(part.upload_pairs(), f"fetch ({part.name})")
         except BaseException:
-            self.table.failed(self._key(unit), H2D)
+            self.table.failed(part.shard, H2D)
             raise
-        self.moved_nbytes["h2d"] += unit.nbytes
+        self.moved_nbytes["h2d"] += part.nbytes
         if self.no_overlap:
-            unit.upload.wait()
-        if unit.upload is LANDED:  # copied at once: nobody will land it later
-            self.table.landed(self._key(unit), H2D)
+            part.upload.wait()
+        if part.upload is LANDED:  # copied at once: nobody will land it later
+            self.table.landed(part.shard, H2D)
 
-    def _start_fetch(self, unit: UnitState) -> None:
-        self.ledger.charge(Tier.DEVICE, unit.nbytes)
-        unit.charged_nbytes = unit.nbytes
-        unit.is_resident = True
+    def _start_fetch(self, part: Part) -> None:
+        self.ledger.charge(Tier.DEVICE, part.nbytes)
+        part.charged_nbytes = part.nbytes
+        part.is_resident = True
         try:
-            for group in unit.groups:
-                group.materialise(poison=self.poison)
-            self._upload(unit)
+            part.materialise(poison=self.poison)
+            self._upload(part)
         except BaseException:
-            self._release_storage(unit)
+            self._release_storage(part)
             raise
         self.num_fetches += 1
 
-    def _release_storage(self, unit: UnitState) -> None:
-        unit.upload.before_compute()
-        unit.upload = LANDED
-        unit.download.before_compute()
-        for group in unit.groups:
-            group.release()
-        unit.is_resident = False
-        unit.is_handed_out = False
-        self.ledger.release(Tier.DEVICE, unit.charged_nbytes)
-        unit.charged_nbytes = 0
+    def _release_storage(self, part: Part) -> None:
+        part.upload.before_compute()
+        part.upload = LANDED
+        part.download.before_compute()
+        part.release()
+        part.is_resident = False
+        part.is_handed_out = False
+        self.ledger.release(Tier.DEVICE, part.charged_nbytes)
+        part.charged_nbytes = 0
 
-    def _is_held(self, unit: UnitState) -> bool:
-        return unit.num_leases > 0 or unit.num_aliases() > 0
+    @staticmethod
+    def _is_held(part: Part) -> bool:
+        return part.num_leases > 0 or part.num_aliases() > 0
 
-    def _evict(self, unit: UnitState) -> None:
+    def _evict(self, part: Part) -> None:
         """Drop the device copy, writing it back first where it is the only valid one."""
-        self._land(unit)
-        self._notice_writes(unit)
-        self._write_back(unit)
-        self.table.drop(self._key(unit), Tier.DEVICE)
-        self._release_storage(unit)
+        self._land(part)
+        self._notice_writes(part)
+        self._write_back(part)
+        self.table.drop(part.shard, Tier.DEVICE)
+        self._release_storage(part)
 
     def _distances(self) -> dict[int, int]:
         key = (self.order.last, len(self.units), self.order.num_hits + self.order.num_misses)
@@ -298,12 +343,18 @@ class DeviceSpace:
                 self._distance_of.setdefault(index, position)
         return self._distance_of
 
-    def _victims(self, keep: UnitState | None) -> list[UnitState]:
+    def _victims(self, keep: UnitState | None) -> list[Part]:
         distances = self._distances()
         far = len(self.units) * 4 + 16
-        candidates = [u for u in self.units if u.is_resident and u is not keep and not self._is_held(u)]
+        found = [
+            (-distances.get(unit.index, far), part)
+            for unit in self.units
+            if unit is not keep
+            for part in unit.parts
+            if part.is_resident and not self._is_held(part)
+        ]
         # Farthest next use first (the rule that is optimal for a known order); unknown counts as farthest.
-        return sorted(candidates, key=lambda u: -distances.get(u.index, far))
+        return [part for _, part in sorted(found, key=lambda item: item[0])]
 
     def make_room(self, nbytes: int, *, keep: UnitState | None, what: str, must: bool = True) -> bool:
         """Evict until ``nbytes`` fit under the device budget. Without ``must`` False says that they do not."""
@@ -316,14 +367,21 @@ class DeviceSpace:
                 return True
         if not must:
             return False
-        # Tensors that user code holds (p.data, views) keep their units here: those bytes are the user's.
+        if keep is not None:
+            for part in keep.parts:  # the other form of the very unit
+                if part.is_resident and not self._is_held(part):
+                    self._evict(part)
+        # Tensors that user code holds (p.data, views) keep their parts here: those bytes are the user's.
         for unit in self.units:
-            if unit.is_resident and unit.num_leases == 0 and unit is not keep and unit.num_aliases() > 0:
-                self.ledger.release(Tier.DEVICE, unit.charged_nbytes)
-                unit.charged_nbytes = 0
+            for part in unit.parts:
                 if account.headroom_nbytes >= nbytes:
                     return True
-        held = sorted(u.name for u in self.units if u.is_resident and u.num_leases > 0)
+                if part.is_resident and part.num_leases == 0 and part.num_aliases() > 0:
+                    self.ledger.release(Tier.DEVICE, part.charged_nbytes)
+                    part.charged_nbytes = 0
+        if account.headroom_nbytes >= nbytes:
+            return True
+        held = sorted({u.name for u in self.units for p in u.parts if p.is_resident and p.num_leases > 0})
         raise CapacityError(
             f"{what} needs {format_nbytes(nbytes)} on the device, {format_nbytes(account.headroom_nbytes)} is free of "
             f"device_budget ({format_nbytes(account.budget_nbytes)}); in use at the same time: "
@@ -331,109 +389,139 @@ class DeviceSpace:
         )
 
     # ---------------------------------------------------------------------------------------- what compute asks for
-    def ensure_resident(self, unit: UnitState) -> None:
-        """The unit's newest values are on the device for everything that compute does from here on."""
-        if unit.is_resident:
-            self._land(unit)
-            if not self.table.is_valid(self._key(unit), Tier.DEVICE):
-                self._upload(unit)
-                self._land(unit)
+    def _ensure_part(self, part: Part) -> None:
+        if part.is_resident:
+            self._land(part)
+            if part.form is Form.WIRE:
+                self._settle_full_of(part)
+            if not self.table.is_valid(part.shard, Tier.DEVICE):
+                self._upload(part)
+                self._land(part)
             return
-        self.wait_update(unit)
-        self.make_room(unit.nbytes, keep=unit, what=f"unit {unit.name}")
-        self._start_fetch(unit)
-        self._land(unit)
+        self.wait_update(part.unit)
+        self.make_room(part.nbytes, keep=part.unit, what=f"unit {part.name}")
+        self._start_fetch(part)
+        self._land(part)
 
-    def note_use(self, unit: UnitState, phase: Phase) -> None:
-        if self.order.note((unit.index, phase)) and not unit.is_resident and self.num_fetches > len(self.units):
+    def _settle_full_of(self, wire: Part) -> None:
+        """User code may have written to the full part since the wire part was made from the same home."""
+        for full in wire.unit.full_parts:
+            if full.castable and full.is_resident:
+                self._land(full)
+                self._notice_writes(full)
+                self._write_back(full)
+
+    def ensure_resident(self, parts: Iterable[Part]) -> None:
+        """The parts' newest values are on the device for everything that compute does from here on."""
+        for part in parts:
+            part.num_leases += 1
+            try:
+                self._ensure_part(part)
+            finally:
+                part.num_leases -= 1
+
+    def note_use(self, unit: UnitState, phase: Phase, parts: Sequence[Part]) -> None:
+        if (
+            self.order.note((unit.index, phase))
+            and not all(part.is_resident for part in parts)
+            and self.num_fetches > len(self.units)
+        ):
             self.num_prefetch_misses += 1
 
-    def prefetch(self, phase: Phase) -> None:
+    def prefetch(self) -> None:
         """Start fetching the coming units while there is room, without taking it from units needed sooner."""
         if self.prefetch_units < 1:
             return
-        account = self.ledger[Tier.DEVICE]
         sooner: set[int] = set()
-        for index, coming_phase in self.order.coming(self.prefetch_units):
-            unit = self._unit_at(index)
+        for index, phase in self.order.coming(self.prefetch_units):
+            unit = self._unit_at.get(index)
             if unit is None:
                 continue
-            if not unit.is_resident:
-                if unit.update is not None and not unit.update.done():
-                    break  # its home is still being written; the next event tries again
-                need_nbytes = unit.nbytes + (unit.max_grad_nbytes if coming_phase is Phase.BACKWARD else 0)
-                if account.headroom_nbytes < need_nbytes:
-                    distances = self._distances()
-                    mine = distances.get(index, 0)
-                    for victim in self._victims(unit):
-                        if victim.index in sooner or distances.get(victim.index, mine + 1) <= mine:
-                            break
-                        self._evict(victim)
-                        if account.headroom_nbytes >= need_nbytes:
-                            break
-                if account.headroom_nbytes < need_nbytes:
-                    break
-                self._start_fetch(unit)
+            if unit.update is not None and not unit.update.done():
+                return  # its home is still being written; the next event tries again
+            grad_nbytes = unit.max_grad_nbytes if phase is Phase.BACKWARD else 0
+            for part in unit.parts_for(self.wire_dtype):
+                if not part.is_resident:
+                    if not self._make_room_for_later(part.nbytes + grad_nbytes, unit, sooner):
+                        return
+                    self._start_fetch(part)
             sooner.add(index)
 
-    def _unit_at(self, index: int) -> UnitState | None:
-        for unit in self.units:
-            if unit.index == index:
-                return unit
-        return None
+    def _make_room_for_later(self, nbytes: int, unit: UnitState, sooner: set[int]) -> bool:
+        account = self.ledger[Tier.DEVICE]
+        if account.headroom_nbytes < nbytes:
+            distances = self._distances()
+            mine = distances.get(unit.index, 0)
+            for victim in self._victims(unit):
+                index = victim.unit.index
+                if index in sooner or distances.get(index, mine + 1) <= mine:
+                    break
+                self._evict(victim)
+                if account.headroom_nbytes >= nbytes:
+                    break
+        return account.headroom_nbytes >= nbytes
 
-    def open_window(self, units: Sequence[UnitState], phase: Phase) -> None:
-        """Lease units for compute and make their parameters plain. Pair with ``close_window``."""
+    def open_window(self, unit: UnitState, phase: Phase, wire_dtype: torch.dtype | None) -> list[Part]:
+        """Lease a unit for compute and make its parameters plain. Hand what it returns to ``close_window``.
+
+        ``wire_dtype`` is what autocast would cast to just now, None without autocast.
+        """
         with self.lock:
             self.check_process()
-            for unit in units:
-                self.note_use(unit, phase)
-                unit.num_leases += 1
-                try:
-                    self.ensure_resident(unit)
-                except BaseException:
-                    unit.num_leases -= 1
-                    raise
-                unit.num_windows += 1
-                if unit.num_windows == 1:
-                    cls = nn.Parameter if unit.is_compiled else ComputeParameter
-                    for slot in unit.slots:
-                        slot.param.__class__ = cls
-            self.prefetch(phase)
-
-    def close_window(self, units: Iterable[UnitState]) -> None:
-        with self.lock:
-            for unit in units:
-                if unit.num_windows == 0:
-                    continue  # an exception's clean-up has closed it already
-                unit.num_windows -= 1
-                unit.num_leases -= 1
-                if unit.num_windows == 0:
-                    for slot in unit.slots:
-                        slot.param.__class__ = PagedParameter
-
-    def need_in_backward(self, unit: UnitState) -> None:
-        """A saved view of the unit is about to be read by backward."""
-        with self.lock:
-            self.note_use(unit, Phase.BACKWARD)
-            self.ensure_resident(unit)
-
-    def touch(self, units: Sequence[UnitState], call: Callable[[], Any]) -> Any:
-        """Run ``call`` with the units on the device, outside any compute window."""
-        with self.lock:
-            self.check_process()
-            for unit in units:
-                unit.num_leases += 1
+            self.wire_dtype = wire_dtype
+            parts = unit.parts_for(None if unit.is_compiled else wire_dtype)
+            self.note_use(unit, phase, parts)
+            for part in parts:
+                part.num_leases += 1
             try:
-                for unit in units:
-                    self.ensure_resident(unit)
+                for part in parts:
+                    self._ensure_part(part)
+            except BaseException:
+                for part in parts:
+                    part.num_leases -= 1
+                raise
+            unit.num_windows += 1
+            if unit.num_windows == 1:
+                plain = nn.Parameter if unit.is_compiled else ComputeParameter
+                watch = wire_dtype is not None and unit.wire_state is not WireState.REFUSED and not unit.is_compiled
+                for slot in unit.slots:
+                    slot.param.__class__ = AutocastParameter if watch and slot.castable else plain
+            self.prefetch()
+            return parts
+
+    def close_window(self, unit: UnitState, parts: Sequence[Part]) -> None:
+        with self.lock:
+            if unit.num_windows == 0:
+                return  # ``reset`` has closed it already
+            unit.num_windows -= 1
+            for part in parts:
+                part.num_leases -= 1
+            if unit.num_windows == 0:
+                for slot in unit.slots:
+                    slot.param.__class__ = PagedParameter
+
+    def need_in_backward(self, part: Part) -> None:
+        """A saved view of the part is about to be read by backward."""
+        with self.lock:
+            self.note_use(part.unit, Phase.BACKWARD, [part])
+            self.ensure_resident([part])
+
+    def touch(self, parts: Sequence[Part], call: Callable[[], Any]) -> Any:
+        """Run ``call`` with full parts on the device, outside any compute window of theirs or beside a wire window."""
+        with self.lock:
+            self.check_process()
+            for part in parts:
+                part.num_leases += 1
+            try:
+                for part in parts:
+                    self._ensure_part(part)
                 result = call()
             finally:
-                for unit in units:
-                    unit.num_leases -= 1
-                    if unit.is_resident and unit.num_aliases() > 0:
-                        unit.is_handed_out = True
-                    self._notice_writes(unit)
+                for part in parts:
+                    part.num_leases -= 1
+                    if part.is_resident and part.num_aliases() > 0:
+                        part.is_handed_out = True
+                    self._notice_writes(part)
             return result
 
     def reset(self) -> None:
@@ -441,6 +529,7 @@ class DeviceSpace:
         with self.lock:
             for unit in self.units:
                 unit.num_windows = 0
-                unit.num_leases = 0
+                for part in unit.parts:
+                    part.num_leases = 0
                 for slot in unit.slots:
                     slot.param.__class__ = PagedParameter

@@ -1,4 +1,4 @@
-"""Floor 6. Gradients: off the device as they are born, true wherever they are, in torch's own order and rounding.
+"""Floor 7. Gradients: off the device as they are born, true wherever they are, in torch's own order and rounding.
 
 Owns the ``GradRecord`` of every parameter. See [Note: gradient places].
 
@@ -18,10 +18,10 @@ import torch
 
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.device_space import DeviceSpace
-from lightning_tieroffload.engine.order import Phase
 from lightning_tieroffload.engine.params import ParamSlot, raw_grad, set_raw_grad
 from lightning_tieroffload.engine.streams import LANDED
-from lightning_tieroffload.engine.unit_state import GradPlace, GradRecord, UnitState
+from lightning_tieroffload.engine.unit_state import GradPlace, GradRecord, Part, UnitState
+from lightning_tieroffload.engine.wire import Wire
 
 __all__ = ["Gradients", "fits_host"]
 
@@ -40,8 +40,9 @@ def fits_host(slot: ParamSlot, grad: torch.Tensor) -> bool:
 class Gradients:
     """The gradients of one device space. Called from the training thread and from autograd's threads."""
 
-    def __init__(self, space: DeviceSpace) -> None:
+    def __init__(self, space: DeviceSpace, wire: Wire) -> None:
         self._space = space
+        self._wire = wire
         self._tasks: set[int] = set()
         self._open: list[UnitState] = []  # units with born gradients
         self.norm_types: set[float] = set()
@@ -62,22 +63,24 @@ class Gradients:
     def _end_backward(self, task: int) -> None:
         with self._space.lock:
             self._tasks.discard(task)
+            self._wire.num_passes += 1
             self.settle_all()
 
-    def on_unpack(self, unit: UnitState) -> None:
-        """Backward is about to read a unit's parameters."""
+    def on_unpack(self, part: Part) -> None:
+        """Backward is about to read a part's parameters."""
+        unit = part.unit
         with self._space.lock:
             self.enter_backward()
             self.settle_all(but=unit)
-            self._space.need_in_backward(unit)
-            # Leased until the caller holds a view, which then keeps the unit here by itself.
-            unit.num_leases += 1
+            self._space.need_in_backward(part)
+            # Leased until the caller holds a view, which then keeps the part here by itself.
+            part.num_leases += 1
             try:
                 if unit.max_grad_nbytes and self.in_backward():
                     self._space.make_room(unit.max_grad_nbytes, keep=unit, what=f"gradients of {unit.name}", must=False)
-                self._space.prefetch(Phase.BACKWARD)
+                self._space.prefetch()
             finally:
-                unit.num_leases -= 1
+                part.num_leases -= 1
 
     def on_born(self, slot: ParamSlot) -> None:
         """Post-accumulate hook: autograd has just finished the parameter's gradient."""
@@ -133,23 +136,30 @@ class Gradients:
     def _send_down(self, slot: ParamSlot, record: GradRecord, grad: torch.Tensor) -> None:
         unit: UnitState = slot.unit
         self._space.wait_update(unit)  # the last update may still be reading the block
-        host = unit.host_grad(slot)
+        wire_dtype = self._wire.gradient_dtype(slot)
+        on_host = grad.device.type == "cpu"
         if record.place is GradPlace.HOST:
-            self.apply_factors(slot)
-            staged = grad
-            if grad.device.type != "cpu":
-                staged = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
-                self._space.download([(staged, grad)], f"gradient ({slot.name})").wait()
-            else:
+            host = self.host_value(slot)
+            if on_host:
                 self._space.moved_nbytes["d2h"] += grad.nbytes
-            host.add_(staged)
+                host.add_(grad)
+            else:
+                # A 16-bit gradient is widened by the addition itself, exactly.
+                sent = grad if wire_dtype is None else grad.to(wire_dtype)
+                staged = torch.empty_strided(slot.shape, slot.stride, dtype=sent.dtype)
+                self._space.download([(staged, sent)], f"gradient ({slot.name})").wait()
+                host.add_(staged)
         else:
-            record.ticket = self._space.download([(host, grad)], f"gradient ({slot.name})")
+            sent = grad if wire_dtype is None or on_host else grad.to(wire_dtype)
+            host = unit.host_grad(slot, wire_dtype)
+            record.ticket = self._space.download([(host, sent)], f"gradient ({slot.name})")
             record.place = GradPlace.HOST
+            record.is_wire = wire_dtype is not None
             record.factors = []
         record.norms = {}
-        for kind in self.norm_types if self._space.device.type == "cuda" and record.place is GradPlace.HOST else ():
-            record.norms[kind] = torch.linalg.vector_norm(grad, kind)
+        if not on_host and record.ticket is not LANDED:
+            for kind in self.norm_types:
+                record.norms[kind] = torch.linalg.vector_norm(grad, kind)
 
     # ------------------------------------------------------------------------------------------------- p.grad
     def read(self, slot: ParamSlot) -> torch.Tensor | None:
@@ -194,19 +204,25 @@ class Gradients:
         unit: UnitState = slot.unit
         record = unit.grads[slot.index]
         record.ticket.wait()
-        self.apply_factors(slot)
-        return unit.host_grad(slot)
-
-    def apply_factors(self, slot: ParamSlot) -> None:
-        unit: UnitState = slot.unit
-        record = unit.grads[slot.index]
-        record.ticket.wait()
-        if record.factors:
+        if record.is_wire or record.factors:
             self._space.wait_update(unit)
-            host = unit.host_grad(slot)
-            for factor in record.factors:
-                host.mul_(factor.to(host.device))
-            record.factors = []
+        if record.is_wire:
+            record.is_wire = False
+            unit.host_grad(slot).copy_(unit.host_grad(slot, self._wire_dtype_of(slot)))
+        host = unit.host_grad(slot)
+        for factor in record.factors:
+            host.mul_(factor.to(host.device))
+        record.factors = []
+        return host
+
+    @staticmethod
+    def _wire_dtype_of(slot: ParamSlot) -> torch.dtype:
+        return slot.unit.wire.dtype  # type: ignore[no-any-return]
+
+    def raw_host(self, slot: ParamSlot) -> torch.Tensor:
+        """The DRAM gradient as it is stored (16 bits wide for a wire gradient), factors not multiplied in."""
+        record = slot.unit.grads[slot.index]
+        return slot.unit.host_grad(slot, self._wire_dtype_of(slot) if record.is_wire else None)  # type: ignore[no-any-return]
 
     def zero(self, slots: Iterable[ParamSlot], *, set_to_none: bool) -> None:
         """``zero_grad`` for managed parameters."""
@@ -224,7 +240,7 @@ class Gradients:
                     record.ticket.wait()
                     self._space.wait_update(unit)
                     unit.host_grad(slot).zero_()
-                    record.factors, record.norms = [], {}
+                    record.factors, record.norms, record.is_wire = [], {}, False
                 else:
                     grad = self.read(slot)
                     if grad is not None:
@@ -248,7 +264,11 @@ class Gradients:
             record = slot.unit.grads[slot.index]
             if norm_type in record.norms and not record.factors:
                 return record.norms[norm_type]
-            host = self.host_value(slot)
+            if record.is_wire and not record.factors:
+                record.ticket.wait()
+                host = self.raw_host(slot).to(slot.dtype)  # widened for the norm only: 16 bits would round it
+            else:
+                host = self._with_factors(slot)
             grad = host
             if self._space.device.type != "cpu":
                 grad = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self._space.device)
@@ -256,6 +276,31 @@ class Gradients:
             result = torch.linalg.vector_norm(grad, norm_type)
             record.norms[norm_type] = result
             return result
+
+    def _with_factors(self, slot: ParamSlot) -> torch.Tensor:
+        """The true value without changing what is stored where that is 16 bits wide."""
+        record = slot.unit.grads[slot.index]
+        if not record.is_wire:
+            return self.host_value(slot)
+        record.ticket.wait()
+        value = self.raw_host(slot).to(slot.dtype)
+        for factor in record.factors:
+            value.mul_(factor.to(value.device))
+        return value
+
+    def unscale(self, slot: ParamSlot, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """``GradScaler``'s check and multiplication for a DRAM gradient; scalars on the host."""
+        with self._space.lock:
+            record = slot.unit.grads[slot.index]
+            record.norms = {}
+            if record.is_wire and not record.factors:
+                record.ticket.wait()
+                if not bool(torch.isfinite(self.raw_host(slot)).all()):
+                    found_inf.fill_(1.0)
+                if float(inv_scale) != 1.0:
+                    record.factors.append(inv_scale.clone().reshape(()))
+                return
+            torch._amp_foreach_non_finite_check_and_unscale_([self.host_value(slot)], found_inf, inv_scale)
 
     def multiply(self, slot: ParamSlot, factor: torch.Tensor) -> None:
         """Order ``p.grad.mul_(factor)`` for a DRAM gradient."""
@@ -279,16 +324,16 @@ class Gradients:
     def leased_nbytes(self) -> int:
         return self.charged_nbytes
 
-    def update_source(self, slot: ParamSlot) -> tuple[Any, list[torch.Tensor]]:
-        """For a step: (the DRAM gradient's ticket, ordered factors). Live dense gradients are copied down first."""
+    def update_source(self, slot: ParamSlot) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
+        """For a step: (ticket, DRAM gradient behind it, ordered factors). Live gradients are copied down first."""
         unit: UnitState = slot.unit
         record = unit.grads[slot.index]
         fresh = raw_grad(slot.param)
         if record.place is GradPlace.HOST and fresh is None:
-            return record.ticket, list(record.factors)
+            return record.ticket, self.raw_host(slot), list(record.factors)
         grad = self.read(slot)
+        host = unit.host_grad(slot)
         if grad is None:
-            return LANDED, []
+            return LANDED, host, []
         self._space.wait_update(unit)
-        ticket = self._space.download([(unit.host_grad(slot), grad.detach())], f"gradient ({slot.name})")
-        return ticket, []
+        return self._space.download([(host, grad.detach())], f"gradient ({slot.name})"), host, []

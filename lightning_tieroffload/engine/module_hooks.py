@@ -1,4 +1,4 @@
-"""Floor 7. Hooks on the user's modules: open a compute window before forward, close it after. Leave no trace.
+"""Floor 8. Hooks on the user's modules: open a compute window before forward, close it after. Leave no trace.
 
 [Note: hook-free copies] ``deepcopy`` of a module copies its hook tables. Our hooks copy as inert ones, which take
 themselves out of the copied tables when the memo of that deepcopy dies, that is when the whole copy is done.
@@ -18,7 +18,8 @@ from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.order import Phase
 from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
-from lightning_tieroffload.engine.unit_state import UnitState
+from lightning_tieroffload.engine.unit_state import Part, UnitState
+from lightning_tieroffload.engine.wire import wire_dtype
 
 __all__ = ["ModuleHooks"]
 
@@ -26,11 +27,11 @@ _MEMO_KEY = "lightning_tieroffload.inert_hooks"
 
 
 class _Frame:
-    __slots__ = ("has_pushed", "module", "units")
+    __slots__ = ("has_pushed", "module", "opened")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.units: Sequence[UnitState] = ()
+        self.opened: list[tuple[UnitState, list[Part]]] = []
         self.has_pushed = False
 
 
@@ -103,8 +104,9 @@ class ModuleHooks:
             self._gradients.enter_backward()
         else:
             phase = Phase.FORWARD if has_grad else Phase.EVAL
-        self._space.open_window(units, phase)
-        frame.units = units
+        dtype = wire_dtype(self._space.device)
+        for unit in units:
+            frame.opened.append((unit, self._space.open_window(unit, phase, dtype)))
         if has_grad:
             for unit in units:
                 self._watch(unit)
@@ -115,18 +117,19 @@ class ModuleHooks:
         if not frames or frames[-1].module is not module:
             return  # our hook before forward never ran (another one raised first)
         frame = frames.pop()
+        self._close(frame)
+
+    def _close(self, frame: _Frame) -> None:
         if frame.has_pushed:
             pop_hooks()
-        self._space.close_window(frame.units)
+        for unit, parts in frame.opened:
+            self._space.close_window(unit, parts)
 
     def reset(self) -> None:
         """Close every window of the calling thread, after an exception that skipped the hooks (Ctrl-C)."""
         frames = self._frames()
         while frames:
-            frame = frames.pop()
-            if frame.has_pushed:
-                pop_hooks()
-            self._space.close_window(frame.units)
+            self._close(frames.pop())
         self._local.num_state_dicts = 0
 
     def add(self, module: nn.Module, units: tuple[UnitState, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Floor 8. The engine: one model under management. Composition root, and what the faces call.
+"""Floor 9. The engine: one model under management. Composition root, and what the faces call.
 
 Owns nothing but the wiring: units (``units``), what is on the device (``device_space``), gradients (``gradients``),
 updates (``optimizer``), hooks (``module_hooks``). Reading order: concepts, residency, this file, then the part at hand.
@@ -40,6 +40,7 @@ from lightning_tieroffload.engine.params import (
 from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import GradPlace, UnitState
 from lightning_tieroffload.engine.units import UnitSpec, find_units
+from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
 from lightning_tieroffload.sizes import format_nbytes
@@ -74,7 +75,8 @@ class _Core:
             no_overlap="no_overlap" in config.debug,
             delay_seed=delays,
         )
-        self.gradients = Gradients(self.space)
+        self.wire = Wire(self.space)
+        self.gradients = Gradients(self.space, self.wire)
         # The NVMe lanes come beside this one: the scheduler takes any number of lanes.
         self.scheduler = Scheduler(
             [LaneSpec(name=_UPDATE_LANE, concurrency=1)], timeout_s=config.io_timeout_s, debug_seed=delays
@@ -82,6 +84,7 @@ class _Core:
         self.updates = Updates(
             self.space,
             self.gradients,
+            self.wire,
             submit=self._submit_update,
             kernel=config.optimizer_kernel,
             find_kernel=_find_kernel,
@@ -242,6 +245,7 @@ class OffloadEngine:
             name=spec.name,
             index=self.space.new_index(),
             params=params,
+            castable=_castable(spec),
             device=self.device,
             pin=self.device.type == "cuda",
             poison="poison" in self.config.debug,
@@ -287,9 +291,9 @@ class OffloadEngine:
         owners = {id(m) for spec in specs for m in spec.owners}
         spanning_nbytes, largest_nbytes, largest_name = 0, 0, ""
         for spec in specs:
-            params = [p for _, p in spec.params if managed_slot(p) is None]
-            nbytes = UnitState.laid_out_nbytes(params, self.device)
-            grad_nbytes = max((p.numel() * p.itemsize for p in params if p.requires_grad), default=0)
+            params = [(name, p) for name, p in spec.params if managed_slot(p) is None]
+            nbytes = UnitState.laid_out_nbytes(params, _castable(spec), self.device)
+            grad_nbytes = max((p.numel() * p.itemsize for _, p in params if p.requires_grad), default=0)
             own = {id(m) for m in spec.owners}
             is_spanning = any(
                 id(child) in owners and id(child) not in own for m in spec.owners for child in m.modules()
@@ -380,19 +384,25 @@ class OffloadEngine:
 
     # ------------------------------------------------------------------------------------------------- SlotOwner
     def touch(self, slots: Sequence[ParamSlot], call: Callable[[], Any], *, grad_mode: bool) -> Any:
-        units = list({slot.unit: None for slot in slots})
+        parts = list({slot.part: None for slot in slots})
         if grad_mode:
             for slot in slots:
+                slot.is_mixed = True
                 slot.owner._watch(slot)  # type: ignore[attr-defined]
         pushed = grad_mode and push_hooks(self.space, self.gradients.on_unpack)
         try:
-            return self.space.touch(units, call)
+            return self.space.touch(parts, call)
         finally:
             if pushed:
                 pop_hooks()
 
     def mark_aliased(self, slot: ParamSlot) -> None:
-        slot.unit.is_handed_out = True
+        slot.part.is_handed_out = True
+
+    def call_in_autocast(
+        self, slots: Sequence[ParamSlot], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self.core.wire.call(slots, func, args, kwargs)
 
     def read_grad(self, slot: ParamSlot) -> torch.Tensor | None:
         return self.gradients.read(slot)
@@ -405,7 +415,7 @@ class OffloadEngine:
         self.space.check_process()
         with self.space.lock, torch.inference_mode(False), torch.no_grad():
             self.space.settle_home(slot.unit)
-            slot.home.copy_(source)
+            slot.unit.write_home(slot, source)
             self.space.order_home_write(slot.unit, [slot])
             self.space.refresh(slot.unit)
 
@@ -434,7 +444,7 @@ class OffloadEngine:
             return self._snapshots[slot]
         with self.space.lock, torch.inference_mode(False), torch.no_grad():
             self.space.settle_home(slot.unit)
-            result = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(slot.home)
+            result = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(slot.unit.read_home(slot))
         if in_state_dict:
             self._snapshots[slot] = result
         return result
@@ -443,7 +453,7 @@ class OffloadEngine:
         return self._hooks.in_state_dict()
 
     def home_address(self, slot: ParamSlot) -> int:
-        return slot.home.data_ptr()
+        return slot.unit.home_address(slot)  # type: ignore[no-any-return]
 
     def wait_update(self, slot: ParamSlot) -> None:
         with self.space.lock:
@@ -520,7 +530,7 @@ class OffloadEngine:
             if record.place is GradPlace.HOST and grad is None:
                 grad = self.gradients.host_value(slot).clone()
             with torch.inference_mode(False), torch.no_grad():
-                values = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(slot.home)
+                values = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(unit.read_home(slot))
             set_raw_grad(p, None)
             p.__class__ = nn.Parameter
             p.__dict__.pop("_tieroffload_slot", None)
@@ -609,6 +619,26 @@ class OffloadEngine:
         from lightning_tieroffload.report import plan_table
 
         return plan_table(self.plan())
+
+
+_CASTABLE_OWNERS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")  # the last is transformers' transposed Linear
+
+
+def _castable(spec: UnitSpec) -> frozenset[str]:
+    """Names of fp32 parameters of the unit that exactly one module of a class that only casts and multiplies owns."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in spec.owners:
+        for p in module._parameters.values():
+            if p is not None:
+                owners.setdefault(id(p), []).append(module)
+    return frozenset(
+        name
+        for name, p in spec.params
+        if p.dtype == torch.float32
+        and len(owners.get(id(p), ())) == 1
+        and type(owners[id(p)][0]).__name__ in _CASTABLE_OWNERS
+        and type(owners[id(p)][0]).__module__.startswith(("torch.nn", "transformers"))
+    )
 
 
 def _compute_device(device: torch.device | None) -> torch.device:

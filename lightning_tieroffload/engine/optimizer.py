@@ -1,4 +1,4 @@
-"""Floor 7. The user's optimizer object: same object, same groups, another class; and the updates it orders.
+"""Floor 8. The user's optimizer object: same object, same groups, another class; and the updates it orders.
 
 Owns the class put on an adopted optimizer, its ``state`` mapping, and ``Updates``: what ``step()`` does. The arithmetic
 is torch's own class on host tensors of the parameters' true shapes, or a one-pass kernel of ``kernels/``.
@@ -28,7 +28,8 @@ from lightning_tieroffload.concepts import Ticket
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients, fits_host
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
-from lightning_tieroffload.engine.unit_state import GradPlace, UnitState
+from lightning_tieroffload.engine.unit_state import GradPlace, UnitState, flat_numpy
+from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import TierOffloadError
 
 __all__ = ["Updates", "adopt", "is_adopted", "user_class"]
@@ -63,14 +64,22 @@ def _updates_of(optimizer: Optimizer) -> Updates | None:
 
 
 def host_param(slot: ParamSlot) -> nn.Parameter:
-    """The parameter that an optimizer clone sees: a leaf over the home tensor, with the true shape and strides."""
-    cached = slot.unit.host_params.get(slot.index)
-    if cached is None:
-        with torch.inference_mode(False):
-            may_have_grad = slot.dtype.is_floating_point or slot.dtype.is_complex
-            cached = nn.Parameter(slot.home, requires_grad=may_have_grad)
-        slot.unit.host_params[slot.index] = cached
-    return cached  # type: ignore[no-any-return]
+    """The parameter that an optimizer clone sees: a leaf over the home tensor, with the true shape and strides.
+
+    Over a split master it is a fresh fp32 tensor, to be written back with ``write_back_host_param``.
+    """
+    if slot.split is None and slot.host_param is not None:
+        return slot.host_param
+    with torch.inference_mode(False):
+        may_have_grad = slot.dtype.is_floating_point or slot.dtype.is_complex
+        host = nn.Parameter(slot.unit.read_home(slot), requires_grad=may_have_grad)
+    slot.host_param = host if slot.split is None else None
+    return host
+
+
+def write_back_host_param(slot: ParamSlot, host: nn.Parameter) -> None:
+    if slot.split is not None:
+        slot.unit.write_home(slot, host.detach())
 
 
 class TierState(defaultdict):  # type: ignore[type-arg]
@@ -243,8 +252,6 @@ def _snapshot(value: Any) -> Any:
     return value
 
 
-
-
 _adopted_classes: dict[type, type] = {}
 
 
@@ -341,6 +348,7 @@ class Updates:
         self,
         space: DeviceSpace,
         gradients: Gradients,
+        wire: Wire,
         *,
         submit: Callable[..., Ticket],
         kernel: str,
@@ -349,6 +357,7 @@ class Updates:
     ) -> None:
         self._space = space
         self._gradients = gradients
+        self._wire = wire
         self._submit = submit
         self.kernel = kernel if kernel != "auto" else ("torch" if space.device.type == "cpu" else "numba")
         self._find_kernel = find_kernel
@@ -381,6 +390,7 @@ class Updates:
                 loss = closure()
         with self._space.lock, torch.no_grad():
             self._order_updates(raw, cls)
+            self._wire.consider()
         self._note_step(raw)
         return loss
 
@@ -432,16 +442,15 @@ class Updates:
         for slot, index in items:
             kernel = self._kernel_for(cls, groups[index], slot.dtype)
             sources.append(_Source(self._gradients, slot, groups[index], kernel))
-        # torch makes scalars (``step``) of the default dtype at step(); by the time the update runs the next forward may
-        # have changed that, for the whole process (64-true does).
+        # torch makes scalars (``step``) of the default dtype at step(); by the time the update runs the next forward
+        # may have changed that, for the whole process (64-true does).
         scalar_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        previous = self._space.order_update(unit, [slot for slot, _ in items])
-        upload, download = unit.upload, unit.download
+        # Happens-before: the home is readable behind its downloads, writable behind the uploads that read it.
+        previous, copies = self._space.order_update(unit, [slot for slot, _ in items])
 
         def work() -> None:
-            # Happens-before: the home is readable behind ``download``, writable behind ``upload`` (which reads it).
-            upload.wait()
-            download.wait()
+            for copy in copies:
+                copy.wait()
             with torch.no_grad():
                 by_kernel: list[_Source] = []
                 by_torch: list[_Source] = []
@@ -477,6 +486,8 @@ class Updates:
             hosts[source.slot.param] = host
         try:
             _inner_step(cls)(_clone(raw, cls, groups, hosts))
+            for source in sources:
+                write_back_host_param(source.slot, hosts[source.slot.param])
         finally:
             for p, host in hosts.items():
                 host.grad = None
@@ -496,21 +507,22 @@ class Updates:
             entry = {}
             dict.__setitem__(raw.state, slot.param, entry)
         is_first = not entry
+        num_step = 1
         if kernel.uses_step:
             step = entry.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
             step += 1
             num_step = int(step.item())
-        else:
-            num_step = 1 if is_first else 2
         states = {}
         for name in kernel.state_names:
             if entry.get(name) is None:
-                entry[name] = torch.zeros_like(slot.home, memory_format=torch.preserve_format)
-            states[name] = _flat(entry[name])
-        factors = [float(f) for f in source.factors]
+                entry[name] = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32).zero_()
+                is_first = True
+            states[name] = flat_numpy(entry[name])
+        grad = source.grad
         kernel.run(
-            self._pool, _flat(slot.home), _flat(source.grad), states, step=num_step, group=source.group,
-            grad_scales=factors,
+            self._pool, slot.split if slot.split is not None else flat_numpy(slot.home), flat_numpy(grad), states,
+            step=num_step, group=source.group, grad_scales=[float(f) for f in source.factors],
+            grad_format={torch.bfloat16: "bf16", torch.float16: "f16"}.get(grad.dtype, "f32"), is_new_state=is_first,
         )  # fmt: skip
         if not kernel.state_names and not kernel.uses_step:
             dict.pop(raw.state, slot.param, None)
@@ -518,6 +530,11 @@ class Updates:
     # ------------------------------------------------------------------------------------- whole-instance optimizers
     def _step_whole(self, raw: Optimizer, cls: type, closure: Callable[[], Any] | None) -> Any:
         slots = [s for g in raw.param_groups for p in g["params"] if (s := managed_slot(p)) is not None]
+        for slot in slots:
+            # The instance keeps its parameters from step to step, so their homes stay whole tensors.
+            if slot.split is not None:
+                raise TierOffloadError(f"{slot.name}: its master is split, which {cls.__name__} cannot update.")
+            self._wire.refuse_all(slot.unit)
         hosts = {slot.param: host_param(slot) for slot in slots}
 
         def to_hosts() -> None:
@@ -624,8 +641,7 @@ class _Source:
             self._ticket, self.factors = None, []
             self.odd_grad = fresh.detach().to("cpu", copy=True)  # sparse, or of another type: torch's class takes it
         else:
-            self._ticket, self.factors = gradients.update_source(slot)
-            self.grad = slot.unit.host_grad(slot)
+            self._ticket, self.grad, self.factors = gradients.update_source(slot)
 
     def wait(self) -> None:
         if self._ticket is not None:
@@ -636,13 +652,15 @@ class _Source:
             if self.odd_grad is None:
                 raise TierOffloadError(f"{self.slot.name} has no gradient to update with.")
             return self.odd_grad
+        # A 16-bit gradient stands for the fp32 one that it equals: widened here, and then as torch would multiply.
+        grad = self.grad if self.grad.dtype == self.slot.dtype else self.grad.to(self.slot.dtype)
         for factor in self.factors:
-            self.grad.mul_(factor.to(self.grad.device))
-        return self.grad
+            grad.mul_(factor.to(grad.device))
+        return grad
 
     def hand_over(self, update: Ticket) -> None:
         """The update multiplies the factors into the DRAM gradient; who reads it later waits for that."""
-        if self.record.place is GradPlace.HOST and self.kernel is None and self.factors:
+        if self.record.place is GradPlace.HOST and self.kernel is None and self.factors and not self.record.is_wire:
             self.record.factors = []
             self.record.ticket = _AsCopy(update)
 
@@ -661,11 +679,3 @@ class _AsCopy:
 
     def before_compute(self) -> None:
         self._ticket.wait()
-
-
-def _flat(tensor: torch.Tensor) -> Any:
-    """The tensor's memory as a 1-D NumPy array (16-bit floats as uint16): every home is dense."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    if flat.dtype in (torch.bfloat16, torch.float16):
-        flat = flat.view(torch.uint16)
-    return flat.numpy()

@@ -23,9 +23,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_tieroffload.errors import TierOffloadError
-
-__all__ = ["ComputeParameter", "PagedParameter", "ParamSlot", "raw_data", "raw_grad", "set_raw_data", "set_raw_grad"]
+__all__ = [
+    "AutocastParameter",
+    "ComputeParameter",
+    "PagedParameter",
+    "ParamSlot",
+    "managed_slot",
+    "raw_data",
+    "raw_grad",
+    "set_raw_data",
+    "set_raw_grad",
+]
 
 # The C++ descriptors, read once: our classes shadow them.
 _GRAD = torch.Tensor.grad
@@ -67,28 +75,40 @@ class SlotOwner(Protocol):
     def snapshot(self, slot: ParamSlot) -> torch.Tensor: ...
     def in_state_dict(self) -> bool: ...
     def home_address(self, slot: ParamSlot) -> int: ...
+    def call_in_autocast(
+        self, slots: Sequence[ParamSlot], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
 
 
 class ParamSlot:
     """A parameter's place in its unit: which unit, which flat storage, where in it. The unit owns the memory."""
 
     __slots__ = (
-        "dtype", "group", "home", "index", "name", "numel", "offset", "owner", "param", "shape", "stride", "unit",
+        "castable", "dtype", "home", "host_param", "index", "is_mixed", "name", "num_cast_grads", "num_uses", "numel",
+        "owner", "param", "part", "shape", "split", "stride", "unit", "use_key", "wire_seen",
     )  # fmt: skip
 
-    def __init__(self, *, name: str, param: nn.Parameter, index: int, offset: int) -> None:
+    def __init__(self, *, name: str, param: nn.Parameter, index: int) -> None:
         self.name = name
         self.param = param
-        self.index = index
-        self.offset = offset  # elements from the start of the group's flat storage
+        self.index = index  # within the unit
         self.shape = param.shape
         self.stride = param.stride()
         self.dtype = param.dtype
         self.numel = param.numel()
         self.owner: SlotOwner
-        self.home: torch.Tensor  # in DRAM, a storage of its own
         self.unit: Any
-        self.group: Any
+        self.part: Any  # the full part, whose storage the parameter is a view of
+        self.home: torch.Tensor  # in DRAM, a storage of its own; none where the master is split
+        self.split: Any = None  # kernels.split.SplitMaster, in place of ``home``
+        self.host_param: nn.Parameter | None = None  # what an optimizer clone sees
+        # what wire.py watches
+        self.castable = False
+        self.use_key: Any = None
+        self.num_uses = 0
+        self.wire_seen: torch.dtype | None = None
+        self.num_cast_grads = 0
+        self.is_mixed = False
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +174,40 @@ class ComputeParameter(_Managed):
     def data(self, value: torch.Tensor) -> None:
         slot = self._tieroffload_slot
         slot.owner.replace_data(slot, value)
+
+
+class AutocastParameter(_Managed):
+    """Worn in place of ``ComputeParameter`` by fp32 weights under autocast: every use is seen. See wire.py."""
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        slot = self._tieroffload_slot
+        return slot.owner.touch([slot], lambda: raw_data(self), grad_mode=False)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        slot = self._tieroffload_slot
+        slot.owner.replace_data(slot, value)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func is _GRAD_GET and isinstance(first, _Managed):
+            return first.grad
+        if func is _GRAD_SET and isinstance(first, _Managed):
+            first.grad = args[1]
+            return None
+        found: list[ParamSlot] = []
+        if func not in _METADATA:
+            _paged_in(args, found)
+            _paged_in(kwargs, found)
+        if not found:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return found[0].owner.call_in_autocast(found, func, args, kwargs)
 
 
 def _names(*names: str) -> Iterator[Any]:
@@ -282,17 +336,7 @@ class PagedParameter(_Managed):
         return found[0].owner.touch(found, call, grad_mode=torch.is_grad_enabled())
 
 
-def put_on(slot: ParamSlot, cls: type) -> None:
-    """Set the class that the slot's parameter wears (``PagedParameter``, ``ComputeParameter`` or ``nn.Parameter``)."""
-    slot.param.__class__ = cls  # type: ignore[assignment]
-
-
 def managed_slot(p: Any) -> ParamSlot | None:
     """The slot of a managed parameter, else None. Cheap; works for every class it can wear."""
     slot = getattr(p, "__dict__", {}).get("_tieroffload_slot")
     return slot if isinstance(slot, ParamSlot) else None
-
-
-def refuse_foreign(p: Any) -> None:
-    if managed_slot(p) is not None:
-        raise TierOffloadError("This parameter is managed by another engine already.")

@@ -16,16 +16,16 @@ import torch
 
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
-from lightning_tieroffload.engine.unit_state import DtypeGroup, UnitState
+from lightning_tieroffload.engine.unit_state import Part
 
 __all__ = ["SavedHooks", "pop_hooks", "push_hooks"]
 
 
 class _SavedView:
-    __slots__ = ("dtype", "group", "offset", "shape", "slot", "stride", "version")
+    __slots__ = ("dtype", "offset", "part", "shape", "slot", "stride", "version")
 
-    def __init__(self, group: DtypeGroup, slot: ParamSlot, tensor: torch.Tensor) -> None:
-        self.group = group
+    def __init__(self, part: Part, slot: ParamSlot, tensor: torch.Tensor) -> None:
+        self.part = part
         self.slot = slot
         self.dtype = tensor.dtype
         self.shape = tensor.shape
@@ -34,11 +34,11 @@ class _SavedView:
         self.version = _version(slot.param)
 
     def make(self) -> torch.Tensor:
-        if self.dtype == self.group.dtype:
-            return self.group.flat.as_strided(self.shape, self.stride, self.offset)
+        if self.dtype == self.part.dtype:
+            return self.part.flat.as_strided(self.shape, self.stride, self.offset)
         with torch.inference_mode(False):
-            view = torch.empty(0, dtype=self.dtype, device=self.group.device)
-            return view.set_(self.group.storage, self.offset, self.shape, self.stride)
+            view = torch.empty(0, dtype=self.dtype, device=self.part.device)
+            return view.set_(self.part.storage, self.offset, self.shape, self.stride)
 
 
 class _Kept:
@@ -78,7 +78,7 @@ class SavedHooks:
     def __init__(
         self,
         space: DeviceSpace,
-        on_unpack: Callable[[UnitState], None],
+        on_unpack: Callable[[Part], None],
         outer: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None,
     ) -> None:
         self._by_storage = space.by_storage
@@ -87,18 +87,19 @@ class SavedHooks:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         try:
-            group = self._by_storage.get(tensor.untyped_storage()._cdata)
+            part = self._by_storage.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
-            group = None  # sparse, opaque or wrapper tensors have no storage of their own
-        if group is not None:
-            return _SavedView(group, group.slot_at(tensor.storage_offset()), tensor)
+            part = None  # sparse, opaque or wrapper tensors have no storage of their own
+        if part is not None:
+            offset = tensor.storage_offset() * tensor.itemsize // part.dtype.itemsize
+            return _SavedView(part, part.slot_at(offset), tensor)
         if self._outer is not None:
             return _Outer(self._outer[0](tensor), self._outer[1])
         return _Kept(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is _SavedView:
-            self._on_unpack(packed.group.unit)
+            self._on_unpack(packed.part)
             _check_version(packed.slot.name, packed.slot.param, packed.version, _version(packed.slot.param))
             return packed.make()
         if type(packed) is _Outer:
@@ -107,7 +108,7 @@ class SavedHooks:
         return packed.tensor  # type: ignore[no-any-return]
 
 
-def push_hooks(space: DeviceSpace, on_unpack: Callable[[UnitState], None]) -> bool:
+def push_hooks(space: DeviceSpace, on_unpack: Callable[[Part], None]) -> bool:
     """Make ours the innermost hooks of this thread. False where they are already, or where hooks are forbidden."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return False

@@ -1,4 +1,4 @@
-"""Floor 7. Functions of torch that would hold every gradient twice, wrapped while an engine is attached.
+"""Floor 8. Functions of torch that would hold every gradient twice, wrapped while an engine is attached.
 
 ``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_`` of ``torch.nn.utils``, ``nn.Module.zero_grad``
 and ``GradScaler._unscale_grads_``. Without managed parameters among the arguments the original runs, untouched; with
@@ -202,13 +202,9 @@ def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
         result: dict[torch.device, torch.Tensor] = original(self, _RestOnly(groups), inv_scale, found_inf, allow_fp16)
         device = found_inf.device
         host_found, host_inv = torch.zeros(()), inv_scale.detach().to("cpu", torch.float32)
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         with torch.no_grad():
             for slot in down:
-                by_dtype.setdefault(slot.dtype, []).append(_gradients(slot).host_value(slot))
-                slot.unit.grads[slot.index].norms = {}
-            for grads in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, host_found, host_inv)
+                _gradients(slot).unscale(slot, host_inv, host_found)
             total = torch.maximum(result[device], host_found.to(device)) if device in result else host_found.to(device)
         result = dict(result)
         result[device] = total

@@ -1,27 +1,36 @@
-"""Floor 4. A unit at run time: its flat storages on the device, its homes in DRAM, its gradients. Owns that memory.
+"""Floor 4. A unit at run time: its storages on the device, its homes in DRAM, its gradients. Owns that memory.
 
-[Note: one storage for life] A group's device storage is one object for as long as the engine lives. Between uses it is
+[Note: parts] A unit's parameters are held on the device in *parts*: one flat storage each, fetched and evicted as a
+whole. There is one full part per dtype, and fp32 weights that autocast may cast (``Linear`` and its like) have a full
+part of their own, beside which a *wire* part can stand: the same weights in the 16 bits that autocast would make of
+them. Compute leases the full parts, or the wire part instead of its full one. See [Note: wire precision] in wire.py.
+
+[Note: one storage for life] A part's device storage is one object for as long as the engine lives. Between uses it is
 resized to 0 bytes and back, so every view of it (the parameters, ``weight.t()`` saved by autograd) stays valid and sees
 the bytes of the moment. Nobody reads it while it is released: see [Note: parameter classes].
 
-Each parameter's home is a tensor with a storage of its own in the arena, so that saving one never writes another.
+Each parameter's home is a tensor with a storage of its own in an arena, so that saving one never writes another. Where
+a bf16 wire part exists the home is the split master: the wire copy, the low halves, the tie bits (kernels/split.py).
 """
 
 from __future__ import annotations
 
+import bisect
 import enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_tieroffload.concepts import Role, Shard
 from lightning_tieroffload.engine.params import ParamSlot, set_raw_data
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket
-from lightning_tieroffload.memory.arena import Block, PinnedArena
+from lightning_tieroffload.kernels.split import SplitMaster, merge_f32, num_tie_bytes, split_f32
+from lightning_tieroffload.memory.arena import PinnedArena
 from lightning_tieroffload.sizes import round_up
 
-__all__ = ["DtypeGroup", "GradPlace", "GradRecord", "UnitState", "align_nbytes", "storage_owners"]
+__all__ = ["Form", "GradPlace", "GradRecord", "Part", "UnitState", "WireState", "align_nbytes", "flat_numpy"]
+
+_GRAIN_NBYTES = 64  # what an arena rounds a block to
 
 
 def align_nbytes(device: torch.device) -> int:
@@ -32,6 +41,29 @@ def align_nbytes(device: torch.device) -> int:
 def storage_owners(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage objects refer to this storage."""
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined,no-any-return]
+
+
+def flat_numpy(tensor: torch.Tensor) -> Any:
+    """A dense host tensor's memory as a 1-D NumPy array (16-bit floats as uint16)."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    if flat.dtype in (torch.bfloat16, torch.float16):
+        flat = flat.view(torch.uint16)
+    return flat.numpy()
+
+
+class Form(enum.Enum):
+    """What a part holds on the device: the parameters as they are, or autocast's 16-bit copies of them."""
+
+    FULL = "full"
+    WIRE = "wire"
+
+
+class WireState(enum.Enum):
+    """Whether a unit's castable weights travel in 16 bits."""
+
+    WATCHING = "watching"  # full for now; uses are being counted
+    READY = "ready"
+    REFUSED = "refused"  # something other than autocast's own cast reads them
 
 
 class GradPlace(enum.Enum):
@@ -48,7 +80,7 @@ class GradRecord:
     Each factor is one rounded multiplication in the gradient's dtype, in order, as ``p.grad.mul_(factor)`` would do.
     """
 
-    __slots__ = ("factors", "norms", "place", "ticket", "touched")
+    __slots__ = ("factors", "is_wire", "norms", "place", "ticket", "touched")
 
     def __init__(self) -> None:
         self.place = GradPlace.NONE
@@ -56,95 +88,134 @@ class GradRecord:
         self.norms: dict[float, torch.Tensor] = {}
         self.ticket: CopyTicket = LANDED
         self.touched = False  # the user has seen or set it: it stays where it is
+        self.is_wire = False  # the DRAM copy is 16 bits wide and stands for the fp32 gradient that it equals
 
     def clear(self) -> None:
         self.place = GradPlace.NONE
         self.factors = []
         self.norms = {}
         self.touched = False
+        self.is_wire = False
 
 
-class DtypeGroup:
-    """All of a unit's parameters of one dtype: one flat device storage, one flat home block."""
+class Part:
+    """Some parameters of a unit in one form: one flat device storage, fetched and evicted as a whole."""
 
-    def __init__(self, unit: UnitState, dtype: torch.dtype, slots: list[ParamSlot], device: torch.device) -> None:
+    def __init__(
+        self, unit: UnitState, form: Form, dtype: torch.dtype, slots: list[ParamSlot], *, castable: bool
+    ) -> None:
         self.unit = unit
+        self.form = form
         self.dtype = dtype
         self.slots = slots
-        self.device = device
-        self.nbytes = self._lay_out(device)
+        self.castable = castable
+        self.device = unit.device
+        self.offsets: list[int] = []  # of each slot, in elements from the start of the storage
+        self.nbytes = self._lay_out()
+        self.name = f"{unit.name} ({str(dtype).removeprefix('torch.')})" if form is Form.WIRE else unit.name
+        self.shard = f"{unit.index}/{unit.name}:param:{form.value}:{dtype}:{castable}"
         with torch.inference_mode(False):
-            # One view over everything; created at full size, then released.
-            self.flat = torch.empty(self.nbytes // dtype.itemsize, dtype=dtype, device=device)
+            self.flat = torch.empty(self.nbytes // dtype.itemsize, dtype=dtype, device=self.device)
         self.storage = self.flat.untyped_storage()
         self.key = self.storage._cdata
-        self.is_materialised = True
-        self.home_block: Block
-        self.home_flat: torch.Tensor
-        self.num_own_refs = 0
+        self._num_own_refs = 0
+        self.home_arena: PinnedArena | None = None
+        self.home_flat: torch.Tensor | None = None  # None where the homes are split, or cast at each upload
+        # residency; under the residency lock
+        self.is_resident = False
+        self.charged_nbytes = 0  # of the device budget; 0 while tensors that the user holds keep it here
+        self.is_handed_out = False
+        self.num_leases = 0
+        self.versions = [0] * len(slots)  # p._version when last known to be what the newest copy says
+        self.upload: CopyTicket = LANDED
+        self.download: CopyTicket = LANDED
 
-    def _lay_out(self, device: torch.device) -> int:
-        alignment, offset_nbytes = align_nbytes(device), 0
+    def _lay_out(self) -> int:
+        alignment, offset_nbytes = align_nbytes(self.device), 0
         for slot in self.slots:
             offset_nbytes = round_up(offset_nbytes, max(alignment, self.dtype.itemsize))
-            slot.offset = offset_nbytes // self.dtype.itemsize
-            slot.group = self
-            offset_nbytes += slot.nbytes
-        return round_up(offset_nbytes, self.dtype.itemsize)
+            self.offsets.append(offset_nbytes // self.dtype.itemsize)
+            offset_nbytes += slot.numel * self.dtype.itemsize
+        return offset_nbytes
 
-    def device_view(self, slot: ParamSlot) -> torch.Tensor:
-        return self.flat.as_strided(slot.shape, slot.stride, slot.offset)
-
-    def take_home(self, arena: PinnedArena) -> None:
-        self.home_block = arena.take(self.nbytes)
-        for slot in self.slots:
-            slot.home = _strided(self.home_block, slot, slot.offset)
-        # The padding between parameters travels too; give it a value once.
-        self.home_flat = self.home_block.tensor(self.dtype, (self.nbytes // self.dtype.itemsize,))
-
-    def adopt(self) -> None:
-        """Copy the parameters' values home and make them views of the device storage. Leaves it materialised."""
-        with torch.inference_mode(False), torch.no_grad():
-            self.home_flat.zero_()
-            for slot in self.slots:
-                slot.home.copy_(slot.param.detach())
-                set_raw_data(slot.param, self.device_view(slot))
+    def seal(self) -> None:
+        """The storage has all the views that are the unit's own; from here on any other is an alias. Released."""
         self.release()
-        self.num_own_refs = storage_owners(self.storage)
+        self._num_own_refs = storage_owners(self.storage)
+
+    def device_view(self, index: int) -> torch.Tensor:
+        slot = self.slots[index]
+        return self.flat.as_strided(slot.shape, slot.stride, self.offsets[index])
+
+    def fresh_view(self, slot: ParamSlot) -> torch.Tensor:
+        """The slot's tensor in this part as one that is no view for autograd (what a custom Function may return)."""
+        offset = self.offsets[self.slots.index(slot)]
+        with torch.inference_mode(False):
+            view = torch.empty(0, dtype=self.dtype, device=self.device)
+            return view.set_(self.storage, offset, slot.shape, slot.stride)
 
     def num_aliases(self) -> int:
         """Tensors outside the unit that share the storage. See [Note: handed-out tensors]."""
-        return storage_owners(self.storage) - self.num_own_refs
+        return storage_owners(self.storage) - self._num_own_refs
 
     def materialise(self, *, poison: bool) -> None:
         with torch.inference_mode(False):
             self.storage.resize_(self.nbytes)
             if poison:
                 torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage, 0, (self.nbytes,)).fill_(255)
-        self.is_materialised = True
 
     def release(self) -> None:
         self.storage.resize_(0)
-        self.is_materialised = False
 
     def slot_at(self, offset: int) -> ParamSlot:
-        """The slot that holds element ``offset`` of the flat storage."""
-        best = self.slots[0]
-        for slot in self.slots:
-            if slot.offset > offset:
-                break
-            best = slot
-        return best
+        """The slot that holds element ``offset`` of the storage."""
+        return self.slots[max(0, bisect.bisect_right(self.offsets, offset) - 1)]
 
+    # ------------------------------------------------------------------------------------------------- homes
+    def take_home(self) -> None:
+        """Map home memory of the part's layout, copy the parameters' values there, make them views of the device."""
+        arena = self.unit.new_arena(self.nbytes, f"parameters of {self.unit.name}")
+        block = arena.take(self.nbytes)
+        self.home_arena = arena
+        self.home_flat = block.tensor(self.dtype, (self.nbytes // self.dtype.itemsize,))
+        with torch.inference_mode(False), torch.no_grad():
+            self.home_flat.zero_()  # the padding travels too
+            for index, slot in enumerate(self.slots):
+                flat = block.tensor(slot.dtype, (slot.numel,), offset_nbytes=self.offsets[index] * self.dtype.itemsize)
+                slot.home = flat.as_strided(slot.shape, slot.stride)
+                slot.home.copy_(slot.param.detach())
+                slot.part = self
+                set_raw_data(slot.param, self.device_view(index))
+        self.seal()
 
-def _strided(block: Block, slot: ParamSlot, offset: int) -> torch.Tensor:
-    """A tensor of the slot's shape and strides with a storage of its own of exactly the slot's bytes."""
-    flat = block.tensor(slot.dtype, (slot.numel,), offset_nbytes=offset * slot.dtype.itemsize)
-    return flat.as_strided(slot.shape, slot.stride)
+    def upload_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(device, DRAM) tensors whose copies make the part. May make the DRAM side first, where it is not kept."""
+        if self.home_flat is not None:
+            return [(self.flat, self.home_flat)]
+        source = torch.zeros(self.nbytes // self.dtype.itemsize, dtype=self.dtype)
+        for index, slot in enumerate(self.slots):
+            source.as_strided(slot.shape, slot.stride, self.offsets[index]).copy_(self.unit.read_home(slot))
+        return [(self.flat, source)]
+
+    def download_pairs(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
+        """((DRAM, device) tensors, a DRAM tensor to hand to ``finish_download`` once the copy has landed, or None)."""
+        if self.home_flat is not None:
+            return [(self.home_flat, self.flat)], None
+        landing = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype)
+        return [(landing, self.flat)], landing
+
+    def finish_download(self, landing: torch.Tensor) -> None:
+        for index, slot in enumerate(self.slots):
+            self.unit.write_home(slot, landing.as_strided(slot.shape, slot.stride, self.offsets[index]))
 
 
 class UnitState:
-    """One unit under an engine. Every field is read and written under the residency lock."""
+    """One unit under an engine. Every field is read and written under the residency lock.
+
+    Args:
+        params: (name, parameter), in the model's order.
+        castable: names of fp32 parameters that autocast may cast and that one module of a known class owns.
+    """
 
     def __init__(
         self,
@@ -152,6 +223,7 @@ class UnitState:
         name: str,
         index: int,
         params: list[tuple[str, nn.Parameter]],
+        castable: frozenset[str],
         device: torch.device,
         pin: bool,
         poison: bool,
@@ -164,33 +236,35 @@ class UnitState:
         self._poison = poison
         self.is_compiled = is_compiled
         self._arenas: list[PinnedArena] = []
-        self._grad_arena: PinnedArena | None = None
         self.num_watched = -1
-        self.slots = [ParamSlot(name=n, param=p, index=i, offset=0) for i, (n, p) in enumerate(params)]
-        by_dtype: dict[torch.dtype, list[ParamSlot]] = {}
+        self.slots = [ParamSlot(name=n, param=p, index=i) for i, (n, p) in enumerate(params)]
+        kinds: dict[tuple[torch.dtype, bool], list[ParamSlot]] = {}
         for slot in self.slots:
             slot.unit = self
-            by_dtype.setdefault(slot.dtype, []).append(slot)
-        self.groups = [DtypeGroup(self, dtype, slots, device) for dtype, slots in by_dtype.items()]
-        self.nbytes = sum(group.nbytes for group in self.groups)
-        self.shard = Shard(name, Role.PARAM, self.nbytes)
-        self.num_leases = 0
+            slot.castable = slot.name in castable
+            kinds.setdefault((slot.dtype, slot.castable), []).append(slot)
+        self.full_parts = [
+            Part(self, Form.FULL, dtype, slots, castable=is_castable) for (dtype, is_castable), slots in kinds.items()
+        ]
+        self.nbytes = sum(part.nbytes for part in self.full_parts)
+        self.wire: Part | None = None
+        self.wire_state = WireState.WATCHING if any(p.castable for p in self.full_parts) else WireState.REFUSED
         self.num_windows = 0
-        self.is_resident = False
-        self.charged_nbytes = 0  # of the device budget; 0 while tensors that the user holds keep it here
-        self.is_handed_out = False
-        self.versions = [0] * len(self.slots)  # p._version when last known to equal the device copy's truth
-        self.upload: CopyTicket = LANDED
-        self.download: CopyTicket = LANDED
         self.update: Any = None  # ticket of the update that writes the home next, or None
-        self.last_use_s = 0.0
         # gradients
         self.grads = [GradRecord() for _ in self.slots]
-        self.grad_blocks: dict[int, Block] = {}
-        self.host_grads: list[torch.Tensor | None] = [None] * len(self.slots)
-        self.host_params: dict[int, nn.Parameter] = {}
+        self._host_grads: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self.born: list[ParamSlot] = []  # gradients that autograd has finished but that have not left yet
-        self.grad_reserve_nbytes = 0
+
+    @property
+    def parts(self) -> list[Part]:
+        return self.full_parts if self.wire is None else [*self.full_parts, self.wire]
+
+    def parts_for(self, wire_dtype: torch.dtype | None) -> list[Part]:
+        """What compute needs: the wire part in place of its full one where ``wire_dtype`` is what it holds."""
+        if self.wire is None or self.wire_state is not WireState.READY or self.wire.dtype != wire_dtype:
+            return self.full_parts
+        return [self.wire if part.castable else part for part in self.full_parts]
 
     @property
     def max_grad_nbytes(self) -> int:
@@ -200,41 +274,103 @@ class UnitState:
     def grad_nbytes(self) -> int:
         return sum(s.nbytes for s in self.slots if s.param.requires_grad)
 
-    def num_aliases(self) -> int:
-        return sum(max(0, group.num_aliases()) for group in self.groups)
-
     @staticmethod
-    def laid_out_nbytes(params: list[nn.Parameter], device: torch.device) -> int:
-        """Device bytes of a unit with these parameters, padding included."""
-        by_dtype: dict[torch.dtype, int] = {}
-        for p in params:
-            start_nbytes = round_up(by_dtype.get(p.dtype, 0), max(align_nbytes(device), p.itemsize))
-            by_dtype[p.dtype] = start_nbytes + p.numel() * p.itemsize
-        return sum(by_dtype.values())
+    def laid_out_nbytes(params: list[tuple[str, nn.Parameter]], castable: frozenset[str], device: torch.device) -> int:
+        """Device bytes of a unit with these parameters in full, padding included."""
+        by_kind: dict[tuple[torch.dtype, bool], int] = {}
+        for name, p in params:
+            kind = (p.dtype, name in castable)
+            start_nbytes = round_up(by_kind.get(kind, 0), max(align_nbytes(device), p.itemsize))
+            by_kind[kind] = start_nbytes + p.numel() * p.itemsize
+        return sum(by_kind.values())
 
-    def _new_arena(self, nbytes: int, label: str) -> PinnedArena:
-        arena = PinnedArena(nbytes, pin=self._pin, label=f"{label} of {self.name}", poison=self._poison)
+    # ------------------------------------------------------------------------------------------------- homes
+    def new_arena(self, nbytes: int, label: str) -> PinnedArena:
+        arena = PinnedArena(nbytes, pin=self._pin, label=label, poison=self._poison)
         self._arenas.append(arena)
         return arena
 
     def take_homes(self) -> None:
-        """Map the unit's home memory, copy the parameters' values there and make them views of the device storage."""
-        arena = self._new_arena(sum(round_up(group.nbytes, 64) for group in self.groups), "parameters")
-        for group in self.groups:
-            group.take_home(arena)
-            group.adopt()
+        for part in self.full_parts:
+            part.take_home()
 
-    def host_grad(self, slot: ParamSlot) -> torch.Tensor:
-        """The slot's place in the unit's DRAM gradient memory, which is mapped when first asked for."""
-        grad = self.host_grads[slot.index]
+    def read_home(self, slot: ParamSlot) -> torch.Tensor:
+        """The home's value: the home tensor itself, or for a split master a fresh fp32 tensor.
+
+        The caller has settled the home (no update pending, no dirty device copy).
+        """
+        if slot.split is None:
+            return slot.home
+        result = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
+        merge_f32(slot.split.hi_u16, slot.split.lo_u16, slot.split.ties_u8, flat_numpy(result))
+        return result
+
+    def write_home(self, slot: ParamSlot, values: torch.Tensor) -> None:
+        """Overwrite the home. ``values`` may have any dtype that ``copy_`` converts."""
+        if slot.split is None:
+            slot.home.copy_(values)
+            return
+        dense = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(values)
+        split_f32(flat_numpy(dense), slot.split.hi_u16, slot.split.lo_u16, slot.split.ties_u8)
+
+    def home_address(self, slot: ParamSlot) -> int:
+        return slot.home.data_ptr() if slot.split is None else int(slot.split.hi_u16.ctypes.data)
+
+    def make_wire(self, dtype: torch.dtype) -> Part:
+        """Give the castable weights a wire part. bf16: the home becomes the split master, whose high half it is.
+
+        fp16 keeps the fp32 home (16 more bits would not give it back) and casts at each upload. The home is settled.
+        """
+        full = next(part for part in self.full_parts if part.castable)
+        wire = Part(self, Form.WIRE, dtype, full.slots, castable=True)
+        wire.seal()
+        if dtype == torch.bfloat16:
+            low_nbytes = sum(
+                round_up(2 * s.numel, _GRAIN_NBYTES) + round_up(num_tie_bytes(s.numel), _GRAIN_NBYTES)
+                for s in full.slots
+            )
+            arena = self.new_arena(round_up(wire.nbytes, _GRAIN_NBYTES) + low_nbytes, f"split masters of {self.name}")
+            block = arena.take(wire.nbytes)
+            wire.home_arena = arena
+            wire.home_flat = block.tensor(dtype, (wire.nbytes // 2,))
+            wire.home_flat.zero_()
+            for index, slot in enumerate(full.slots):
+                split = SplitMaster(
+                    block.numpy("uint16", wire.offsets[index] * 2, slot.numel),
+                    arena.take(2 * slot.numel).numpy("uint16", 0, slot.numel),
+                    arena.take(num_tie_bytes(slot.numel)).numpy("uint8", 0, num_tie_bytes(slot.numel)),
+                )
+                split_f32(flat_numpy(slot.home), split.hi_u16, split.lo_u16, split.ties_u8)
+                slot.split = split
+                slot.home = None  # type: ignore[assignment]
+            full.home_flat = None
+            if full.home_arena is not None:
+                self._arenas.remove(full.home_arena)
+                full.home_arena.close()
+                full.home_arena = None
+        self.wire = wire
+        self.wire_state = WireState.READY
+        return wire
+
+    # ------------------------------------------------------------------------------------------------- gradients
+    def host_grad(self, slot: ParamSlot, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The slot's DRAM gradient in ``dtype`` (the parameter's own by default), mapped when first asked for."""
+        dtype = dtype or slot.dtype
+        grad = self._host_grads.get((slot.index, dtype))
         if grad is None:
-            if self._grad_arena is None or self._grad_arena.largest_free_nbytes < round_up(slot.nbytes, 64):
-                missing = [s for s in self.slots if self.host_grads[s.index] is None and s.param.requires_grad]
-                missing = missing if slot in missing else [*missing, slot]
-                self._grad_arena = self._new_arena(sum(round_up(s.nbytes, 64) for s in missing), "gradients")
-            block = self._grad_arena.take(slot.nbytes)
-            self.grad_blocks[slot.index] = block
-            grad = self.host_grads[slot.index] = _strided(block, slot, 0)
+            # One mapping for all gradients of the kind: page-rounding and page-locking are per mapping.
+            missing = [
+                s for s in self.slots
+                if (s.index, dtype) not in self._host_grads and s.dtype == slot.dtype
+                and (s is slot or (s.param.requires_grad and s.castable == slot.castable))
+            ]  # fmt: skip
+            arena = self.new_arena(
+                sum(round_up(s.numel * dtype.itemsize, _GRAIN_NBYTES) for s in missing), f"gradients of {self.name}"
+            )
+            for s in missing:
+                flat = arena.take(s.numel * dtype.itemsize).tensor(dtype, (s.numel,))
+                self._host_grads[s.index, dtype] = flat.as_strided(s.shape, s.stride)
+            grad = self._host_grads[slot.index, dtype]
         return grad
 
     def dram_nbytes(self) -> int:
@@ -243,13 +379,8 @@ class UnitState:
 
     def close(self) -> None:
         """Give the host memory back once nothing refers to it."""
-        self.host_params.clear()
-        self.host_grads = [None] * len(self.slots)
+        self._host_grads.clear()
+        for slot in self.slots:
+            slot.split = None
         for arena in self._arenas:
             arena.close()
-
-    def pairs_to_device(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(group.flat, group.home_flat) for group in self.groups]
-
-    def pairs_to_home(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(group.home_flat, group.flat) for group in self.groups]

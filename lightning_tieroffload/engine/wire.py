@@ -1,0 +1,153 @@
+"""Floor 6. Wire precision: weights travel in the 16 bits in which autocast uses them.
+
+[Note: wire precision] Under 16-bit autocast a Linear's fp32 weight is cast before use, and its gradient leaves the
+matmul in 16 bits. If every use of the weight is that cast, the weight may travel as 16 bits both ways: the matmul gets
+the bits that autocast would have made, and its 16-bit gradient, widened, is the fp32 gradient of the plain run. So a
+castable weight is first watched with everything in full: each use under autocast is counted, anything else refuses the
+unit for good. A unit whose castable weights were each used exactly once per pass becomes ready between two steps. From
+then on each use gets a stand-in (``WireCast``), and whatever is not autocast's own cast still finds the fp32 weight:
+its full part is fetched for that call, and the unit travels in full again from there on.
+
+Used twice in one pass, autocast's cache would sum the two gradients in 16 bits; that is why it takes "exactly once".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.params import ParamSlot
+from lightning_tieroffload.engine.unit_state import UnitState, WireState
+
+__all__ = ["Wire", "wire_dtype"]
+
+_log = logging.getLogger(__name__)
+
+# Functions whose autocast policy, on CPU and CUDA alike, is "cast floating-point arguments to 16 bits, then run".
+_CASTING = frozenset(
+    {
+        torch.nn.functional.linear, torch._C._nn.linear, torch.mm, torch.matmul, torch.addmm, torch.conv1d,
+        torch.conv2d, torch.conv3d, torch.nn.functional.conv1d, torch.nn.functional.conv2d,
+        torch.nn.functional.conv3d, torch.Tensor.mm, torch.Tensor.matmul, torch.Tensor.__matmul__,
+    }
+)  # fmt: skip
+
+
+def wire_dtype(device: torch.device) -> torch.dtype | None:
+    """The 16-bit dtype that autocast casts to on ``device`` just now; None where it does not."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    dtype = torch.get_autocast_dtype(device.type)
+    return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+
+class WireCast(torch.autograd.Function):
+    """Autocast's cast of a weight without reading the weight: the wire copy out, the gradient widened."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
+        ctx.slot = slot
+        return slot.unit.wire.fresh_view(slot)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.slot.num_cast_grads += 1
+        return grad.to(ctx.slot.dtype), None
+
+
+class Wire:
+    """Watches castable weights, decides, and stands in for them. For one device space."""
+
+    def __init__(self, space: DeviceSpace) -> None:
+        self._space = space
+        self.num_passes = 0  # advanced whenever a backward ends or a step is made
+
+    def call(
+        self, slots: Sequence[ParamSlot], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run ``func``, which was called with castable weights inside a compute window."""
+        dtype = wire_dtype(self._space.device)
+        if func in _CASTING and dtype is not None:
+            stand_ins = {
+                slot.param: self._stand_in(slot)
+                for slot in slots
+                if self._used(slot, dtype) and slot.unit.wire_state is WireState.READY and slot.unit.wire.dtype == dtype
+            }
+            if stand_ins:
+                args = tuple(stand_ins.get(a, a) if isinstance(a, torch.nn.Parameter) else a for a in args)
+                kwargs = {k: stand_ins.get(v, v) if isinstance(v, torch.nn.Parameter) else v for k, v in kwargs.items()}
+            if len(stand_ins) == len(slots):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+        elif torch.is_grad_enabled() or dtype is not None:
+            for slot in slots:
+                self.refuse(slot, getattr(func, "__name__", str(func)))
+
+        def run() -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+
+        return self._space.touch(list({slot.part: None for slot in slots}), run)
+
+    def _stand_in(self, slot: ParamSlot) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and slot.param.requires_grad:
+                return WireCast.apply(slot.param, slot)  # type: ignore[no-untyped-call,no-any-return]
+            return slot.unit.wire.fresh_view(slot)  # type: ignore[no-any-return]
+
+    def _used(self, slot: ParamSlot, dtype: torch.dtype) -> bool:
+        """Count a use by autocast's cast; False where the weight is not (any more) one that may travel in 16 bits."""
+        if not torch.is_grad_enabled():
+            return True
+        key = (self.num_passes, torch._C._current_graph_task_id())
+        if slot.use_key != key:
+            slot.use_key, slot.num_uses = key, 0
+        slot.num_uses += 1
+        if slot.num_uses > 1:
+            self.refuse(slot, "a second use in one pass")
+            return False
+        if slot.wire_seen is None:
+            slot.wire_seen = dtype
+        elif slot.wire_seen != dtype:
+            self.refuse(slot, f"a cast to {dtype} beside one to {slot.wire_seen}")
+            return False
+        return True
+
+    def refuse(self, slot: ParamSlot, why: str) -> None:
+        """The weight is read otherwise than by autocast's cast: its unit travels in full from now on."""
+        slot.is_mixed = True
+        unit: UnitState = slot.unit
+        if unit.wire_state is not WireState.REFUSED:
+            _log.debug("%s: %s travels as fp32 (%s)", unit.name, slot.name, why)
+            unit.wire_state = WireState.REFUSED
+
+    def refuse_all(self, unit: UnitState) -> None:
+        unit.wire_state = WireState.REFUSED
+
+    def consider(self) -> None:
+        """Between two steps: units whose castable weights were all seen, and only as allowed, become ready."""
+        self.num_passes += 1
+        for unit in self._space.units:
+            if unit.wire_state is not WireState.WATCHING:
+                continue
+            seen = {slot.wire_seen for slot in unit.slots if slot.castable}
+            if len(seen) == 1 and None not in seen:
+                dtype = seen.pop()
+                if dtype is not None and unit.wire is None:
+                    self._space.add_wire(unit, dtype)
+
+    @staticmethod
+    def gradient_dtype(slot: ParamSlot) -> torch.dtype | None:
+        """The 16-bit dtype that holds the newborn gradient without loss, or None. Resets what was noted for it."""
+        num_casts, is_mixed = slot.num_cast_grads, slot.is_mixed
+        slot.num_cast_grads, slot.is_mixed = 0, False
+        unit: UnitState = slot.unit
+        if unit.wire is None or not slot.castable or num_casts != 1 or is_mixed:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            has_hooks = bool(slot.param._backward_hooks)
+        return None if has_hooks else unit.wire.dtype
