@@ -3,13 +3,20 @@
 Owns the translation of ``CostTables`` to rows and columns, and what the solver's outcomes mean. Falling back to a
 baseline and naming the least budget are ``solver.py``'s.
 
+[Note: exact and long models]
+With at most ``MAX_EXACT_OPTIONS`` options in all (undominated ones, summed over the units) each unit has its own
+binaries and the programme is the cost model exactly. Beyond that branching takes minutes, while the linear relaxation
+takes milliseconds and is within about one per cent of the optimum; so it is solved first, each unit keeps the options
+that it uses and the few with the least reduced cost, and only those are branched on, for so many nodes. What is left
+unproven is the distance to the relaxation's bound.
+
 [Note: segments]
-A *segment* is a run of consecutive units; within it units of equal profile share an integer count per option. Up to
-``MAX_SINGLE_UNITS`` units every segment is one unit, the counts are binaries and the programme is the cost model
-exactly. Longer models are cut into about ``NUM_SEGMENTS`` segments. Then rows hold at the ends of segments: bytes are
-counted as if the whole segment were already in the state of its heaviest point (never too few), seconds as at its last
-unit. The counts are dealt out in each segment so that what frees activations comes first, which is where it pays; the
-plan's cost is then computed exactly, and if it does not fit after all, the programme is solved again with less.
+In a long model, runs of consecutive units become *segments*, within which units of equal profile share an integer
+count per option. The first units of a run stay alone: they are needed first by the next forward, so that rows about
+updates bind there. Rows hold at the ends of segments: bytes are counted as if the whole segment were already in the
+state of its heaviest point (never too few), seconds as at its last unit. The counts are dealt out in each segment so
+that what frees activations comes first, which is where it pays; the plan's cost is then computed exactly, and if it
+does not fit after all, the programme is solved again with less.
 
 [Note: running sums]
 Rows such as "everything kept up to unit i" would have n entries each, n rows of them. A continuous variable per segment
@@ -36,10 +43,14 @@ from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.planning.cost_model import F64, LANES, OPTIONS, CostTables, Instance
 from lightning_tieroffload.planning.profile import UnitProfile
 
-__all__ = ["MAX_SINGLE_UNITS", "Outcome", "OutcomeKind", "solve_programme"]
+__all__ = ["MAX_EXACT_OPTIONS", "Outcome", "OutcomeKind", "solve_programme"]
 
-MAX_SINGLE_UNITS = 16
-NUM_SEGMENTS = 12
+MAX_EXACT_OPTIONS = 256
+MAX_SINGLE_UNITS = 8
+_LEADING_PIECES = (1, 1, 2)
+_NUM_EVEN_PIECES = 4
+_NUM_KEPT_OPTIONS = 2
+_NODE_LIMIT = 100
 _MAX_RETRIES = 4
 _TIME_SCALE = 1000.0
 """The compute-only step in the solver's unit of time: HiGHS stops at an absolute gap of 1e-6, so this is 1e-9 of it."""
@@ -49,23 +60,25 @@ Expr = dict[int, float]
 
 
 class OutcomeKind(enum.Enum):
-    """What the solver said. ``TIME_LIMIT`` and ``FAILED`` may or may not come with an assignment."""
+    """What came out. ``LIMIT`` (of time or nodes) and ``FAILED`` may or may not come with an assignment."""
 
     OPTIMAL = "optimal"
-    TIME_LIMIT = "time limit"
+    LIMIT = "limit reached"
+    CUT_OFF = "cannot be better"
     INFEASIBLE = "infeasible"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An assignment (option index per unit) or ``None``, with the proven gap of the programme that was solved."""
+    """An assignment (option index per unit) or ``None``, and what is proven about it."""
 
     kind: OutcomeKind
     picks: tuple[int, ...] | None
-    mip_gap: float
     bound: float
     """Lower bound: seconds, or bytes when a budget was minimised. ``-inf`` if the solver gave none."""
+    is_exact: bool
+    """Whether the programme was the cost model exactly, see [Note: exact and long models]."""
     message: str = ""
 
 
@@ -98,41 +111,45 @@ def _profile_key(unit: UnitProfile) -> tuple[object, ...]:
     return tuple(bucket(v) if name.endswith("_s") else v for name, v in fields.items())
 
 
-def _segments(tables: CostTables, max_single_units: int) -> list[_Segment]:
-    """Cut the units into segments, see [Note: segments]."""
+def _segments(tables: CostTables) -> tuple[list[_Segment], bool]:
+    """Cut the units into segments, see [Note: segments], and say whether the programme will be exact."""
     units, n = tables.instance.units, tables.num_units
     needed = tables.needed()
     options = [tuple(int(o) for o in np.flatnonzero(needed[i])) for i in range(n)]
-    if n <= max_single_units:
-        return [_Segment(i, i, (_Group((i,), options[i]),)) for i in range(n)]
+    is_exact = int(needed.sum()) <= MAX_EXACT_OPTIONS
+    if n <= MAX_SINGLE_UNITS or is_exact:
+        return [_Segment(i, i, (_Group((i,), options[i]),)) for i in range(n)], is_exact
     keys = [(_profile_key(unit), tables.allowed[i].tobytes()) for i, unit in enumerate(units)]
     repeats = collections.Counter(keys)
-    cuts, start = [], 0
-    runs: list[tuple[int, int]] = []
+    cuts: list[tuple[int, int]] = []
+    start = 0
     for i in range(n + 1):
         if i == n or repeats[keys[i]] < 3:
-            if start < i:
-                runs.append((start, i))
-            if i < n:
-                cuts.append((i, i + 1))
+            cuts += _pieces(start, i)
+            cuts += [(i, i + 1)] if i < n else []
             start = i + 1
-    in_runs = sum(stop - begin for begin, stop in runs)
-    for begin, stop in runs:
-        pieces = max(1, min(stop - begin, round(NUM_SEGMENTS * (stop - begin) / in_runs)))
-        edges = np.linspace(begin, stop, pieces + 1).round().astype(int)
-        cuts += [(int(a), int(b)) for a, b in itertools.pairwise(edges)]
     segments = []
-    for begin, stop in sorted(cuts):
+    for begin, stop in cuts:
         members: dict[object, list[int]] = {}
         for i in range(begin, stop):
             members.setdefault(keys[i], []).append(i)
-        groups = []
-        for indices in members.values():
-            # A window's edge can make another option worth having: keep what any member needs.
-            wanted = sorted({o for i in indices for o in options[i] if tables.allowed[indices, o].all()})
-            groups.append(_Group(tuple(indices), tuple(wanted)))
+        # Units at a turn of the step may need other options than their equals: keep what any member needs.
+        groups = [_Group(tuple(m), tuple(sorted({o for i in m for o in options[i]}))) for m in members.values()]
         segments.append(_Segment(begin, stop - 1, tuple(groups)))
-    return segments
+    return segments, False
+
+
+def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
+    """Cut a run of repeating units: a few short pieces where rows bind, then even ones."""
+    cuts = []
+    for length in _LEADING_PIECES:
+        if start + length < stop:
+            cuts.append((start, start + length))
+            start += length
+    if start < stop:
+        edges = np.linspace(start, stop, min(stop - start, _NUM_EVEN_PIECES) + 1).round().astype(int)
+        cuts += [(int(a), int(b)) for a, b in itertools.pairwise(edges)]
+    return cuts
 
 
 class _Programme:
@@ -171,23 +188,48 @@ class _Programme:
         """variable = sum of exprs."""
         self.row(_add(*exprs, {variable: -1.0}), 0.0, 0.0)
 
-    def run(self, time_limit_s: float, mip_rel_gap: float) -> scipy.optimize.OptimizeResult:
-        num_columns = len(self.lower)
-        matrix = scipy.sparse.csr_array(
-            (self._values, (self._rows, self._columns)), shape=(len(self._row_lower), num_columns)
-        )
-        cost = np.zeros(num_columns)
+    def _matrix(self) -> scipy.sparse.csr_array:
+        shape = (len(self._row_lower), len(self.lower))
+        return scipy.sparse.csr_array((self._values, (self._rows, self._columns)), shape=shape)
+
+    def _cost(self) -> F64:
+        cost = np.zeros(len(self.lower))
         for column, value in self.objective.items():
             cost[column] += value
+        return cost
+
+    def run(
+        self, time_limit_s: float, mip_rel_gap: float, node_limit: int | None = None
+    ) -> scipy.optimize.OptimizeResult:
+        """The integer programme."""
+        options = {"time_limit": max(0.01, time_limit_s), "mip_rel_gap": mip_rel_gap}
+        if node_limit is not None:
+            options["node_limit"] = node_limit
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", category=RuntimeWarning)
             return scipy.optimize.milp(
-                cost,
+                self._cost(),
                 integrality=np.array(self.integral),
                 bounds=scipy.optimize.Bounds(np.array(self.lower), np.array(self.upper)),
-                constraints=scipy.optimize.LinearConstraint(matrix, self._row_lower, self._row_upper),
-                options={"time_limit": max(0.01, time_limit_s), "mip_rel_gap": mip_rel_gap},
+                constraints=scipy.optimize.LinearConstraint(self._matrix(), self._row_lower, self._row_upper),
+                options=options,
             )
+
+    def run_relaxed(self, time_limit_s: float) -> scipy.optimize.OptimizeResult:
+        """The same without integrality, with reduced costs in ``.lower.marginals``."""
+        matrix, low, high = self._matrix(), np.array(self._row_lower), np.array(self._row_upper)
+        equal = low == high
+        at_most, at_least = ~equal & np.isfinite(high), ~equal & np.isfinite(low)
+        return scipy.optimize.linprog(
+            self._cost(),
+            A_ub=scipy.sparse.vstack([matrix[at_most], -matrix[at_least]]),
+            b_ub=np.concatenate([high[at_most], -low[at_least]]),
+            A_eq=matrix[equal],
+            b_eq=low[equal],
+            bounds=np.stack([self.lower, self.upper], axis=1),
+            method="highs",
+            options={"time_limit": max(0.01, time_limit_s)},
+        )
 
 
 def _add(*exprs: Mapping[int, float]) -> Expr:
@@ -216,6 +258,8 @@ class _Builder:
         compute_s = self.instance.num_micro_batches * sum(u.forward_s + u.backward_s for u in self.instance.units)
         self.s = _TIME_SCALE / compute_s if compute_s > 0 else _TIME_SCALE
         self.bytes_scale = self._bytes_scales()
+        self.scale = self.s if minimise is None else self.bytes_scale[minimise]
+        """What the objective's unit is worth: multiply seconds, or bytes, by it."""
         self.budget = self.programme.variable() if minimise is not None else -1
         self._choices()
         self._bytes()
@@ -465,32 +509,68 @@ def solve_programme(
     *,
     time_limit_s: float = 10.0,
     mip_rel_gap: float = 0.0,
+    long_mip_rel_gap: float = 1e-3,
     minimise: Tier | None = None,
-    max_single_units: int = MAX_SINGLE_UNITS,
+    cut_off: float = math.inf,
 ) -> Outcome:
     """Solve ``instance`` at one prefetch distance. With ``minimise``, find the least budget of that tier instead.
+
+    A long model whose bound is ``cut_off`` or more is given up at once, as ``CUT_OFF``.
 
     Pure: no threads, no files; scipy's solver is deterministic unless the time limit cuts it off.
     """
     tables = CostTables(instance, prefetch_units)
-    segments = _segments(tables, max_single_units)
-    grouped = any(not segment.is_single for segment in segments)
+    segments, is_exact = _segments(tables)
     shrink = np.ones(len(Tier))
     deadline = time.monotonic() + time_limit_s
-    outcome = Outcome(OutcomeKind.FAILED, None, math.inf, -math.inf, "not solved")
+    outcome = Outcome(OutcomeKind.FAILED, None, -math.inf, is_exact, "not solved")
     for _ in range(_MAX_RETRIES):
         builder = _Builder(tables, segments, shrink, minimise)
-        result = builder.programme.run(deadline - time.monotonic(), mip_rel_gap)
-        outcome = _outcome_of(result, builder)
+        if is_exact:
+            outcome = _outcome_of(builder.programme.run(deadline - time.monotonic(), mip_rel_gap), builder, True)
+        else:
+            outcome = _solve_long(builder, deadline, long_mip_rel_gap, cut_off)
         if outcome.picks is None:
             break
         over = _overshoot(instance, tables, outcome.picks, minimise)
         if not (over > 1.0 + 1e-9).any():
             break
         # Grouping, or the solver's tolerance, let a few bytes too many through: ask again for that much less.
-        shrink = shrink / np.maximum(over, 1.0) * np.where(over > 1.0, 1.0 - (1e-3 if grouped else 1e-9), 1.0)
+        shrink = shrink / np.maximum(over, 1.0) * np.where(over > 1.0, 1.0 - (1e-9 if is_exact else 1e-3), 1.0)
         outcome = dataclasses.replace(outcome, kind=OutcomeKind.FAILED, picks=None, message="its plan did not fit")
     return outcome
+
+
+def _solve_long(builder: _Builder, deadline: float, mip_rel_gap: float, cut_off: float) -> Outcome:
+    """Relax, keep the promising options, branch on those; see [Note: exact and long models]."""
+    relaxed = builder.programme.run_relaxed(deadline - time.monotonic())
+    if relaxed.x is None:
+        return _outcome_of(relaxed, builder, False)
+    bound = float(relaxed.fun) / builder.scale
+    if bound >= cut_off:
+        return Outcome(OutcomeKind.CUT_OFF, None, bound, False)
+    narrow = _Builder(
+        builder.tables, _promising(builder, relaxed.x, relaxed.lower.marginals), builder.shrink, builder.minimise
+    )
+    outcome = _outcome_of(narrow.programme.run(deadline - time.monotonic(), mip_rel_gap, _NODE_LIMIT), narrow, False)
+    if outcome.picks is None and outcome.kind is OutcomeKind.INFEASIBLE:
+        outcome = _outcome_of(builder.programme.run(deadline - time.monotonic(), mip_rel_gap), builder, False)
+    return dataclasses.replace(outcome, bound=bound)
+
+
+def _promising(builder: _Builder, x: F64, reduced_cost: F64) -> list[_Segment]:
+    """The segments with the options that the relaxation uses and, per group, the next few by reduced cost."""
+    segments = []
+    for segment, counts in zip(builder.segments, builder.counts, strict=True):
+        groups = []
+        for group, columns in zip(segment.groups, counts, strict=True):
+            used = [option for option in group.options if x[columns[option]] > 1e-7]
+            rest = sorted(
+                (o for o in group.options if o not in used), key=lambda o: (float(reduced_cost[columns[o]]), o)
+            )
+            groups.append(_Group(group.units, tuple(sorted([*used, *rest[:_NUM_KEPT_OPTIONS]]))))
+        segments.append(_Segment(segment.first, segment.last, tuple(groups)))
+    return segments
 
 
 def _overshoot(instance: Instance, tables: CostTables, picks: Iterable[int], minimise: Tier | None) -> F64:
@@ -503,19 +583,15 @@ def _overshoot(instance: Instance, tables: CostTables, picks: Iterable[int], min
     return over
 
 
-def _outcome_of(result: scipy.optimize.OptimizeResult, builder: _Builder) -> Outcome:
-    scale = builder.s if builder.minimise is None else builder.bytes_scale[builder.minimise]
+def _outcome_of(result: scipy.optimize.OptimizeResult, builder: _Builder, is_exact: bool) -> Outcome:
     bound = getattr(result, "mip_dual_bound", None)
-    bound = -math.inf if bound is None or not math.isfinite(bound) else float(bound) / scale
+    bound = -math.inf if bound is None or not math.isfinite(bound) else float(bound) / builder.scale
     message = str(result.message)
     if result.x is None:
-        kinds = {1: OutcomeKind.TIME_LIMIT, 2: OutcomeKind.INFEASIBLE}
+        kinds = {1: OutcomeKind.LIMIT, 2: OutcomeKind.INFEASIBLE}
         # HiGHS may say "unbounded or infeasible"; nothing here is unbounded.
-        kind = (
-            OutcomeKind.INFEASIBLE if "infeasible" in message.lower() else kinds.get(result.status, OutcomeKind.FAILED)
-        )
-        return Outcome(kind, None, math.inf, bound, message)
-    gap = getattr(result, "mip_gap", None)
-    gap = float(gap) if gap is not None and math.isfinite(gap) else math.inf
-    kind = OutcomeKind.OPTIMAL if result.status == 0 else OutcomeKind.TIME_LIMIT
-    return Outcome(kind, builder.picks(result.x), max(0.0, gap), bound, message)
+        kind = kinds.get(result.status, OutcomeKind.FAILED)
+        kind = OutcomeKind.INFEASIBLE if "infeasible" in message.lower() else kind
+        return Outcome(kind, None, bound, is_exact, message)
+    kind = OutcomeKind.OPTIMAL if result.status == 0 else OutcomeKind.LIMIT  # scipy has no code for the node limit
+    return Outcome(kind, builder.picks(result.x), bound, is_exact, message)

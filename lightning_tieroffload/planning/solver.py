@@ -7,8 +7,10 @@ takes the fastest; it is what the engine and the command use.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,7 +20,7 @@ from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.errors import CapacityError, ConfigError, InfeasiblePlanError
 from lightning_tieroffload.planning import baselines
 from lightning_tieroffload.planning.cost_model import OPTIONS, CostTables, Instance
-from lightning_tieroffload.planning.ilp import MAX_SINGLE_UNITS, Outcome, OutcomeKind, solve_programme
+from lightning_tieroffload.planning.ilp import Outcome, OutcomeKind, solve_programme
 from lightning_tieroffload.planning.plan import Plan, check_plan, plan_of
 from lightning_tieroffload.planning.profile import MachineProfile, UnitProfile
 from lightning_tieroffload.planning.simulator import rank_plans, with_forecast
@@ -28,8 +30,11 @@ __all__ = ["PLANNERS", "best_plan", "random_instance", "solve", "value_of_more"]
 
 PLANNERS = ("ilp", "greedy", "lifetime", "brute")
 DEFAULT_TIME_LIMIT_S = 8.0
-_GROUPED_GAP = 1e-3
-"""Relative gap asked of long models' programmes, well under what measuring a unit's seconds is off by."""
+_LONG_GAP = 2e-3
+"""Relative gap asked of long models' programmes, under what measuring a unit's seconds is off by."""
+_WORTH_TRYING_FRAC = 0.015
+"""A second prefetch distance is branched on only if its bound promises a step at least this much shorter: long models'
+bounds are about one per cent below what is then found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,8 @@ def solve(
 ) -> Plan:
     """One planner's plan for ``instance``, checked by ``check_plan``.
 
-    ``"ilp"``: the cheapest plan (proven for up to 16 units, else to a recorded gap); when the time limit strikes, the
-    better of the incumbent and greedy's plan, with the gap. ``"brute"``: all combinations, small instances only.
+    ``"ilp"``: the cheapest plan (proven for a few units, for long models to within the recorded gap); when the time
+    limit strikes, the better of the incumbent and greedy's plan, with the gap. ``"brute"``: all combinations of few units.
     ``"greedy"``, ``"lifetime"``: the baselines; where one of them finds nothing that fits though something does, the
     ILP's plan is returned and ``plan.note`` says so. ``forecast=False`` leaves the simulator out.
 
@@ -87,7 +92,7 @@ def best_plan(instance: Instance, planner: str = "ilp", *, time_limit_s: float =
                 plans.append(solve(fixed, "ilp", time_limit_s=time_limit_s))
             except CapacityError:
                 continue
-    for candidate in _baseline_candidates(instance, uniform=True):
+    for candidate in _baseline_candidates(instance):
         plan = _plan_from(instance, candidate, note=f"{candidate.planner} placement; its simulated step is the fastest")
         plans.append(with_forecast(instance, plan))
     return rank_plans(plans)[0]
@@ -116,15 +121,21 @@ def value_of_more(
 
 
 def _plan_from(instance: Instance, candidate: _Candidate, *, mip_gap: float | None = None, note: str = "") -> Plan:
-    tables = CostTables(instance, candidate.prefetch_units)
+    tables = _tables(instance, candidate.prefetch_units)
     return plan_of(instance, tables, candidate.picks, planner=candidate.planner, mip_gap=mip_gap, note=note)
+
+
+@functools.lru_cache(maxsize=4)
+def _tables(instance: Instance, prefetch: int) -> CostTables:
+    """Tables are only read, and an instance is frozen, so that equal instances may share them."""
+    return CostTables(instance, prefetch)
 
 
 def _candidate(instance: Instance, prefetch: int, picks: tuple[int, ...] | None, planner: str) -> _Candidate | None:
     """The assignment with its exact cost, or ``None`` if it is none or does not fit."""
     if picks is None:
         return None
-    cost = CostTables(instance, prefetch).cost(picks)
+    cost = _tables(instance, prefetch).cost(picks)
     if any(cost.peak_nbytes(tier) > instance.budget_nbytes(tier) * (1 + 1e-9) for tier in Tier):
         return None
     return _Candidate(picks, prefetch, cost.step_s, planner)
@@ -135,17 +146,23 @@ def _cheapest(candidates: Iterable[_Candidate | None]) -> _Candidate | None:
     return min(found, key=lambda candidate: candidate.step_s) if found else None
 
 
-def _baseline_candidates(instance: Instance, *, uniform: bool) -> list[_Candidate]:
+def _baseline_candidates(instance: Instance) -> list[_Candidate]:
+    """What greedy (with flash first, and not), lifetime and the uniform placements find."""
     found: list[_Candidate | None] = []
     for prefetch in instance.prefetch_units:
         for ssd_first in (True, False) if instance.nvme_budget_nbytes else (True,):
             picks = baselines.greedy(instance, prefetch, ssd_first=ssd_first)
             found.append(_candidate(instance, prefetch, picks, "greedy"))
         found.append(_candidate(instance, prefetch, baselines.lifetime_picks(instance, prefetch), "lifetime"))
-        if uniform:
-            same = [_candidate(instance, prefetch, p, "uniform") for p in baselines.uniform_assignments(instance)]
-            best = sorted((c for c in same if c is not None), key=lambda c: c.step_s)
-            found += best[:4]
+    return [candidate for candidate in found if candidate is not None] + _uniform_candidates(instance)
+
+
+def _uniform_candidates(instance: Instance) -> list[_Candidate]:
+    """The four cheapest uniform placements that fit, at each prefetch distance."""
+    found: list[_Candidate | None] = []
+    for prefetch in instance.prefetch_units:
+        same = [_candidate(instance, prefetch, p, "uniform") for p in baselines.uniform_assignments(instance)]
+        found += sorted((c for c in same if c is not None), key=lambda c: c.step_s)[:4]
     return [candidate for candidate in found if candidate is not None]
 
 
@@ -173,27 +190,39 @@ def _solve_baseline(instance: Instance, planner: str, time_limit_s: float, mip_r
     return dataclasses.replace(plan, note=f"{planner} found no plan that fits; this is the ILP's")
 
 
+_PROVEN = (OutcomeKind.OPTIMAL, OutcomeKind.INFEASIBLE, OutcomeKind.CUT_OFF)
+
+
 def _outcomes(instance: Instance, time_limit_s: float, mip_rel_gap: float | None) -> dict[int, Outcome]:
-    if mip_rel_gap is None:
-        mip_rel_gap = 0.0 if len(instance.units) <= MAX_SINGLE_UNITS else _GROUPED_GAP
-    share_s = time_limit_s / len(instance.prefetch_units)
-    return {
-        prefetch: solve_programme(instance, prefetch, time_limit_s=share_s, mip_rel_gap=mip_rel_gap)
-        for prefetch in instance.prefetch_units
-    }
+    outcomes: dict[int, Outcome] = {}
+    best_s = math.inf
+    for prefetch in instance.prefetch_units:
+        outcome = solve_programme(
+            instance,
+            prefetch,
+            time_limit_s=time_limit_s / len(instance.prefetch_units),
+            mip_rel_gap=mip_rel_gap or 0.0,
+            long_mip_rel_gap=_LONG_GAP if mip_rel_gap is None else mip_rel_gap,
+            cut_off=best_s * (1 - _WORTH_TRYING_FRAC),
+        )
+        outcomes[prefetch] = outcome
+        if outcome.picks is not None:
+            best_s = min(best_s, _tables(instance, prefetch).cost(outcome.picks).step_s)
+    return outcomes
 
 
 def _solve_ilp(instance: Instance, time_limit_s: float, mip_rel_gap: float | None) -> Plan:
+    started_s = time.monotonic()
     outcomes = _outcomes(instance, time_limit_s, mip_rel_gap)
     best = _cheapest(_candidate(instance, p, outcome.picks, "ilp") for p, outcome in outcomes.items())
-    grouped = len(instance.units) > MAX_SINGLE_UNITS
-    proven = all(o.kind in (OutcomeKind.OPTIMAL, OutcomeKind.INFEASIBLE) for o in outcomes.values())
-    if proven and not grouped:
+    proven = all(o.kind in _PROVEN for o in outcomes.values())
+    if proven and all(outcome.is_exact for outcome in outcomes.values()):
         if best is None:
             raise _infeasible(instance)
         return _plan_from(instance, best, mip_gap=_gap(best, outcomes))
-    fallback = _cheapest(_baseline_candidates(instance, uniform=True))
-    chosen = _cheapest([best, fallback])
+    is_settled = best is not None and (proven or time.monotonic() < started_s + time_limit_s)
+    others = _uniform_candidates(instance) if is_settled else _baseline_candidates(instance)
+    chosen = _cheapest([best, *others])
     if chosen is None:
         if all(outcome.kind is OutcomeKind.INFEASIBLE for outcome in outcomes.values()):
             raise _infeasible(instance)
@@ -204,7 +233,7 @@ def _solve_ilp(instance: Instance, time_limit_s: float, mip_rel_gap: float | Non
         )
     note = "" if proven else f"the solver stopped early ({'; '.join(o.kind.value for o in outcomes.values())})"
     if chosen is not best:
-        note = f"{note or 'the grouped programme was coarser here'}; the {chosen.planner} placement is cheaper"
+        note = f"{note or 'the grouped programme was too coarse'}; the {chosen.planner} placement is cheaper"
     return dataclasses.replace(_plan_from(instance, chosen, mip_gap=_gap(chosen, outcomes), note=note), planner="ilp")
 
 
@@ -263,16 +292,18 @@ def _least_budget(instance: Instance, tier: Tier) -> int | None:
     by halving the way down as long as 2 % less still works.
     """
     peaks = []
+    all_exact = True
     for prefetch in instance.prefetch_units:
         outcome = solve_programme(
             instance, prefetch, time_limit_s=_LEAST_TIME_LIMIT_S, mip_rel_gap=_LEAST_GAP, minimise=tier
         )
+        all_exact &= outcome.is_exact and outcome.kind in (OutcomeKind.OPTIMAL, OutcomeKind.INFEASIBLE)
         if outcome.picks is not None:
             peaks.append(CostTables(instance, prefetch).cost(outcome.picks).peak_nbytes(tier))
     if not peaks:
         return None
     least = math.ceil(min(peaks) * (1 + 1e-6)) + 1
-    if len(instance.units) <= MAX_SINGLE_UNITS:
+    if all_exact:
         return least
     while not _is_feasible(instance.with_budget(tier, least)):
         least = math.ceil(least * 1.01)
@@ -289,7 +320,7 @@ def _is_feasible(instance: Instance) -> bool:
         outcome = solve_programme(instance, prefetch, time_limit_s=_LEAST_TIME_LIMIT_S, mip_rel_gap=1.0)
         if _candidate(instance, prefetch, outcome.picks, "ilp") is not None:
             return True
-    return bool(_baseline_candidates(instance, uniform=True))
+    return bool(_baseline_candidates(instance))
 
 
 # -------------------------------------------------------------------------------------------------- random instances
