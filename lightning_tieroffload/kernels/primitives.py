@@ -98,9 +98,11 @@ class LazyKernel:
         """Run over elements ``begin`` to ``end`` of the arrays. The interpreter lock is free meanwhile."""
         (self._compiled or self._start())(begin, end, *args)
 
-    def inspect_asm(self) -> str:
-        """The machine code compiled so far, as text: for tests that look for vector instructions."""
-        return "\n".join((self._compiled or self._start()).inspect_asm().values())
+    def assembly(self, *args: Any) -> str:
+        """The machine code for arguments of these types, compiled anew (what is stored has no text)."""
+        compiled = njit(**_OPTIONS)(self._function())
+        compiled(0, 0, *args)
+        return "\n".join(compiled.inspect_asm().values())
 
     def _function(self) -> Callable[..., None]:
         digest = 0
@@ -209,9 +211,9 @@ def fma_numpy(a: Any, b: Any, c: Any) -> np.ndarray:
     The product is exact in float64. The sum is rounded to odd there (its last bit set when it is inexact), which the
     final rounding to float32 cannot mistake for a tie.
     """
-    product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
-    addend = np.asarray(c, np.float64)
     with np.errstate(all="ignore"):
+        product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+        addend = np.asarray(c, np.float64)
         total = np.asarray(product + addend)
         back = total - product
         error = (product - (total - back)) + (addend - back)

@@ -1,0 +1,279 @@
+"""kernels/{adam,sgd,lion}.py: torch's bits, the twin's bits, and no trace of slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_tieroffload.kernels import adam, lion, sgd
+from lightning_tieroffload.kernels.primitives import NO_F32, NO_U8, NO_U16, LazyKernel
+from tests.kernel_cases import KernelCase, assert_same_bits, spread
+
+NUMEL = 16 * 700 + 5  # not a multiple of a block, of a vector, or of eight
+
+
+def adamw_scalars(**changes: Any) -> adam.AdamScalars:
+    return adam.adam_scalars(
+        **{"lr": 1.3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "step": 3, "decoupled": True}
+        | changes
+    )
+
+
+# Every branch of each rule: (kernel, twin, scalars, number of state arrays).
+RULES: dict[str, tuple[LazyKernel, Callable[..., None], Any, int]] = {
+    "adamw": (adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(), 2),
+    "adamw-maximize-new": (
+        adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(step=1, maximize=True, is_new_state=True), 2,
+    ),
+    "adam-l2": (adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(decoupled=False), 2),
+    "adam-no-decay": (adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(decoupled=False, weight_decay=0.0), 2),
+    "adam-small-beta1": (adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(betas=(0.3, 0.99)), 2),
+    "sgd": (sgd.sgd_slice, sgd.sgd_slice_numpy, sgd.sgd_scalars(lr=0.1), 0),
+    "sgd-decay": (sgd.sgd_slice, sgd.sgd_slice_numpy, sgd.sgd_scalars(lr=0.1, weight_decay=0.01, maximize=True), 0),
+    "sgd-first": (sgd.sgd_slice, sgd.sgd_slice_numpy, sgd.sgd_scalars(lr=0.1, momentum=0.9, is_new_state=True), 1),
+    "sgd-momentum": (sgd.sgd_slice, sgd.sgd_slice_numpy, sgd.sgd_scalars(lr=0.1, momentum=0.9, dampening=0.3), 1),
+    "sgd-nesterov": (
+        sgd.sgd_slice, sgd.sgd_slice_numpy, sgd.sgd_scalars(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), 1,
+    ),
+    "lion": (
+        lion.lion_slice, lion.lion_slice_numpy, lion.lion_scalars(lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1), 1,
+    ),
+    "lion-new": (
+        lion.lion_slice, lion.lion_slice_numpy, lion.lion_scalars(lr=1e-4, betas=(0.9, 0.99), is_new_state=True), 1,
+    ),
+}  # fmt: skip
+
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "split": {"master_form": "split", "grad_format": "bf16"},
+    "split-f32-grad": {"master_form": "split"},
+    "split-clip-bf16": {
+        "master_form": "split", "grad_format": "bf16", "scales": (0.37, 1.0, 0.11), "scale_format": "bf16",
+    },
+    "f16": {"grad_format": "f16", "scales": (1 / 1024, 0.37), "scale_format": "f16", "copy_format": "f16"},
+    "f32-clip": {"scales": (0.37,), "copy_format": "bf16"},
+    "bf16-clip-f32": {"grad_format": "bf16", "scales": (0.37, 0.9), "copy_format": "bf16"},
+    "hostile": {"hostile": True, "scales": (0.37,)},
+    "hostile-split": {"hostile": True, "master_form": "split", "grad_format": "f16"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", RULES)
+def test_kernel_has_the_bits_of_its_twin(rule: str, form: str) -> None:
+    """Whole arrays at once in NumPy, against uneven slices in compiled code."""
+    kernel, twin, scalars, num_states = RULES[rule]
+    want = KernelCase(NUMEL, num_states=num_states, **FORMS[form])
+    have = KernelCase(NUMEL, num_states=num_states, **FORMS[form])
+    before = {name: array.copy() for name, array in have.arrays.items()}
+    twin(0, NUMEL, *want.args(scalars))
+    args = have.args(scalars)
+    kernel.prepare(*args)
+    for begin, end in ((4096, 8192), (8192, NUMEL), (0, 8), (8, 4096)):
+        kernel(begin, end, *args)
+    assert_same_bits(want.arrays, have.arrays)
+    for name in ("grad_f32", "grad_u16"):  # the gradient is the user's
+        assert_same_bits({name: before[name]}, {name: have.arrays[name]})
+    changed = "hi" if have.master_form == "split" else "master"
+    assert (before[changed] != have.arrays[changed]).any()
+
+
+def test_preparing_changes_nothing() -> None:
+    case, untouched = KernelCase(1000), KernelCase(1000)
+    adam.adam_slice.prepare(*case.args(adamw_scalars(is_new_state=True)))
+    assert_same_bits(untouched.arrays, case.arrays)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sgd-momentum", "lion"])
+def test_inner_loops_are_vector_code(rule: str) -> None:
+    """A scalar loop is ten times slower, and nothing else would tell."""
+    kernel, _, scalars, num_states = RULES[rule]
+    assembly = kernel.assembly(*KernelCase(64, num_states=num_states).args(scalars))
+    if "xmm" not in assembly:
+        pytest.skip("this check reads x86 assembly")
+    packed = ["vfmadd", *(["vsqrtps", "vdivps"] if rule == "adamw" else [])]
+    for instruction in packed:
+        assert any(instruction in line and ("ymm" in line or "zmm" in line) for line in assembly.splitlines())
+
+
+# --- against torch ---------------------------------------------------------------------------------------------------
+
+needs_fma = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch's CPU kernels contract multiply-adds only on AVX2 and AVX512 machines",
+)
+
+
+def steps_of(optimizer_cls: type, settings: dict[str, Any], numel: int, num_steps: int = 6) -> Any:
+    """Steps of a torch optimizer on weights of all magnitudes; yields (step, weight before, after, grad, state)."""
+    rng = np.random.default_rng(7)
+    param = torch.nn.Parameter(torch.from_numpy(spread(rng, numel, -6, 3)))
+    optimizer = optimizer_cls([param], **settings)
+    for step in range(1, num_steps + 1):
+        grad = spread(rng, numel, -6, 3)
+        grad[:7] = [0.0, -0.0, 1e-40, -1e-40, 1e18, -1e18, 1e-20]  # first moments stay finite
+        before = param.detach().numpy().copy()
+        param.grad = torch.from_numpy(grad.copy())
+        optimizer.step()
+        yield step, before, param.detach().numpy(), grad, optimizer.state[param]
+
+
+ADAM_SETTINGS = {
+    "default": {},
+    "decay": {"weight_decay": 0.1, "lr": 3e-4, "betas": (0.9, 0.95)},
+    "no-decay": {"weight_decay": 0.0, "eps": 1e-6},
+    "maximize": {"maximize": True, "weight_decay": 0.05},
+    "beta1-half": {"betas": (0.5, 0.999)},
+    "beta1-zero": {"betas": (0.0, 0.99), "lr": 0.1},
+    "tensor-lr": {"lr": torch.tensor(1.7e-3)},
+}
+
+
+def run_adam(
+    master: np.ndarray,
+    grad: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    group: dict[str, Any],
+    step: int,
+    decoupled: bool,
+) -> None:
+    scalars = adam.adam_scalars(
+        lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"], step=step,
+        decoupled=decoupled, maximize=group["maximize"], is_new_state=step == 1,
+    )  # fmt: skip
+    args = (master, NO_U16, NO_U16, NO_U8, grad, NO_U16, 0, NO_F32, 0, m, v, NO_U16, 1, scalars)
+    adam.adam_slice.prepare(*args)
+    adam.adam_slice(0, master.size, *args)
+
+
+@needs_fma
+@pytest.mark.parametrize("settings", ADAM_SETTINGS)
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.Adam])
+def test_adam_has_the_bits_of_torchs_fused_kernel(optimizer_cls: type, settings: str) -> None:
+    """w, m and v of 10**5 elements over six steps; v may differ in torch's scalar tail."""
+    numel = 100_003
+    group = optimizer_cls([torch.zeros(1)], **ADAM_SETTINGS[settings]).defaults
+    is_decoupled = optimizer_cls is torch.optim.AdamW
+    m, v = np.full(numel, np.nan, np.float32), np.full(numel, np.nan, np.float32)
+    ours: np.ndarray | None = None
+    for step, before, after, grad, state in steps_of(optimizer_cls, ADAM_SETTINGS[settings] | {"fused": True}, numel):
+        ours = before.copy() if ours is None else ours
+        run_adam(ours, grad, m, v, group, step, is_decoupled)
+        whole = numel // 16 * 16
+        want = {"w": after[:whole], "m": state["exp_avg"].numpy()[:whole], "v": state["exp_avg_sq"].numpy()[:whole]}
+        assert_same_bits(want, {"w": ours[:whole], "m": m[:whole], "v": v[:whole]})
+        tail = {"w": after[whole:], "m": state["exp_avg"].numpy()[whole:], "v": state["exp_avg_sq"].numpy()[whole:]}
+        for name, have in {"w": ours, "m": m, "v": v}.items():
+            assert np.allclose(tail[name], have[whole:], rtol=1e-6, atol=0)
+
+
+@needs_fma
+@pytest.mark.parametrize("form", ["for-loop", "foreach"])
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.Adam])
+def test_adam_against_torchs_other_forms(optimizer_cls: type, form: str) -> None:
+    """Each step from the same state: moments equal; weights within 1 ulp, or, where the step is no smaller, 3."""
+    numel = 100_000
+    settings = {"weight_decay": 0.1, "foreach": form == "foreach"}
+    group = optimizer_cls([torch.zeros(1)], **settings).defaults
+    m, v = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
+    for step, before, after, grad, state in steps_of(optimizer_cls, settings, numel):
+        ours = before.copy()
+        run_adam(ours, grad, m, v, group, step, optimizer_cls is torch.optim.AdamW)
+        assert_same_bits({"m": state["exp_avg"].numpy(), "v": state["exp_avg_sq"].numpy()}, {"m": m, "v": v})
+        weight, moved = np.maximum(np.abs(before), np.abs(after)), np.abs(after - before)
+        num_ulp = np.abs(ours - after) / np.spacing(np.maximum(weight, moved))
+        is_large = weight >= 8 * moved
+        assert 0.3 < is_large.mean() < 0.9  # both kinds are there
+        assert num_ulp[is_large].max() <= 1
+        assert num_ulp.max() <= 3
+
+
+SGD_SETTINGS = {
+    "plain": {"lr": 0.1},
+    "decay": {"lr": 0.013, "weight_decay": 0.01, "maximize": True},
+    "momentum": {"lr": 0.013, "momentum": 0.9},
+    "dampening": {"lr": 0.013, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    "nesterov": {"lr": 0.013, "momentum": 0.9, "nesterov": True, "maximize": True},
+}
+
+
+@needs_fma
+@pytest.mark.parametrize("settings", SGD_SETTINGS)
+def test_sgd_has_the_bits_of_torchs_fused_kernel(settings: str) -> None:
+    numel = 100_000
+    group = torch.optim.SGD([torch.zeros(1)], **SGD_SETTINGS[settings]).defaults
+    has_momentum = group["momentum"] != 0
+    momentum = np.full(numel, np.nan, np.float32) if has_momentum else NO_F32
+    ours: np.ndarray | None = None
+    for step, before, after, grad, state in steps_of(torch.optim.SGD, SGD_SETTINGS[settings] | {"fused": True}, numel):
+        ours = before.copy() if ours is None else ours
+        keys = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        scalars = sgd.sgd_scalars(**{key: group[key] for key in keys}, is_new_state=step == 1)
+        args = (ours, NO_U16, NO_U16, NO_U8, grad, NO_U16, 0, NO_F32, 0, momentum, NO_F32, NO_U16, 1, scalars)
+        sgd.sgd_slice.prepare(*args)
+        sgd.sgd_slice(0, numel, *args)
+        assert_same_bits({"w": after}, {"w": ours})
+        if has_momentum:
+            assert_same_bits({"b": state["momentum_buffer"].numpy()}, {"b": momentum})
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, program 1, in the plainest torch."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                exp_avg = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                direction = exp_avg.clone().mul_(beta1).add_(p.grad, alpha=1 - beta1).sign_()
+                p.add_(direction, alpha=-group["lr"])
+                exp_avg.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+@needs_fma
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lion_has_the_bits_of_the_papers_rule(weight_decay: float) -> None:
+    numel = 100_000
+    settings = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": weight_decay}
+    exp_avg = np.full(numel, np.nan, np.float32)
+    ours: np.ndarray | None = None
+    for step, before, after, grad, state in steps_of(Lion, settings, numel):
+        ours = before.copy() if ours is None else ours
+        scalars = lion.lion_scalars(**settings, is_new_state=step == 1)
+        args = (ours, NO_U16, NO_U16, NO_U8, grad, NO_U16, 0, NO_F32, 0, exp_avg, NO_F32, NO_U16, 1, scalars)
+        lion.lion_slice.prepare(*args)
+        lion.lion_slice(0, numel, *args)
+        assert_same_bits({"w": after, "m": state["exp_avg"].numpy()}, {"w": ours, "m": exp_avg})
+
+
+@pytest.mark.parametrize("grad_format", ["f32", "bf16", "f16"])
+def test_unscale_and_clip_round_as_torch_does_in_place(grad_format: str) -> None:
+    """GradScaler's unscale, then clip's ``p.grad.mul_``, in the gradient's own dtype; seen through SGD with lr 1."""
+    numel = 20_000
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[grad_format]
+    case = KernelCase(
+        numel, grad_format=grad_format, scales=(1 / 768, 0.123456789), scale_format=grad_format, num_states=0
+    )
+    case.arrays["master"][:] = 0
+    source = case.arrays["grad_f32"] if grad_format == "f32" else case.arrays["grad_u16"]
+    grad = torch.from_numpy(source.copy()).view(dtype)
+    found_inf = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, torch.tensor([case.scales[0]]))
+    grad.mul_(torch.tensor(case.scales[1]))
+    args = case.args(sgd.sgd_scalars(lr=-1.0))
+    sgd.sgd_slice.prepare(*args)
+    sgd.sgd_slice(0, numel, *args)
+    want = grad.float().numpy()
+    assert np.array_equal(want, case.arrays["master"])
+    once = (torch.from_numpy(source.copy()).view(dtype).float() * (case.scales[0] * case.scales[1])).to(dtype)
+    assert (once.float().numpy() != want).any()  # one rounding is not enough, and the test would see it
