@@ -1,4 +1,4 @@
-"""What `make demo` runs: a real language model is trained with most of its state off the device, then once more plainly.
+"""What `make demo` runs: a real language model is trained with most of its state off the device, then plainly.
 
 Both runs are the same few lines, `fit` below; only the strategy differs. At the end: bytes moved per tier, peak bytes
 per tier against its budget, stall time, and whether the losses and weights are those of the plain run.
@@ -45,17 +45,13 @@ class LanguageModel(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    """Collects the losses; shows the plan at the start and keeps the report at the end where there is an engine."""
+    """Collects losses and seconds; keeps the report at the end where there is an engine."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.step_s: list[float] = []
         self.report: dict[str, Any] | None = None
         self._began_s = 0.0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (engine := engine_of(pl_module)) is not None:
-            console.print(engine.plan_table())
 
     def on_train_batch_start(self, *args: Any) -> None:
         self._began_s = time.perf_counter()

@@ -59,3 +59,9 @@ def token_windows(tokenizer: Any, num_windows: int, num_tokens: int) -> torch.Te
     # About four characters are a token; twice as many are surely enough, and the whole text would take seconds.
     ids = tokenizer(real_text()[: 8 * num_windows * num_tokens])["input_ids"][: num_windows * num_tokens]
     return torch.tensor(ids).view(num_windows, num_tokens)
+
+
+def byte_windows(num_windows: int, num_tokens: int) -> torch.Tensor:
+    """The beginning of the text as bytes, no tokenizer: int64 of shape (num_windows, num_tokens)."""
+    text = real_text().encode()[: num_windows * num_tokens]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long().view(num_windows, num_tokens)

@@ -31,15 +31,18 @@ _DASH = "\u2013"
 _PLAN_COLUMNS = {
     "unit": "unit",
     "name": "unit",
+    "num_params": "tensors",
     "nbytes": "bytes",
     "numel": "elements",
-    "param_home": "parameters live on",
-    "grad_home": "gradients live on",
-    "state_home": "optimizer state lives on",
+    "param_nbytes": "weights",
+    "grad_nbytes": "gradients",
+    "param_home": "weights on",
+    "grad_home": "gradients on",
+    "state_home": "state on",
     "home": "lives on",
+    "update_on": "update on",
     "activation": "activations",
     "activations": "activations",
-    "update_on": "updated on",
 }
 
 
@@ -151,35 +154,61 @@ def _plan_cell(key: str, value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _merged_rows(rows: list[dict[str, Any]], name_key: str | None) -> list[dict[str, Any]]:
+def _run_name(names: list[str]) -> str:
+    """`layers.0 … 27 (28 units)`: what the names have in common is said once."""
+    if len(names) == 1:
+        return names[0]
+    first, last = names[0].split("."), names[-1].split(".")
+    num_shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    return f"{names[0]} … {'.'.join(last[num_shared:])} ({len(names)} units)"
+
+
+def _merged_rows(rows: list[dict[str, Any]], name_key: str) -> list[dict[str, Any]]:
     """One line for a run of units that differ in nothing but their names: 28 equal layers are one fact."""
     merged: list[tuple[dict[str, Any], list[str]]] = []
     for row in rows:
         rest = {key: value for key, value in row.items() if key != name_key}
-        name = str(row.get(name_key, "")) if name_key else ""
+        name = str(row.get(name_key, ""))
         if merged and merged[-1][0] == rest:
             merged[-1][1].append(name)
         else:
             merged.append((rest, [name]))
-    lines = []
-    for rest, names in merged:
-        text = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)} units)"
-        lines.append({name_key or "unit": text, **rest})
-    return lines
+    return [{name_key: _run_name(names), **rest} for rest, names in merged]
 
 
 def plan_table(plan: Any, *, title: str = "Plan") -> Table:
-    """A plan, a line per unit; neighbours that are planned alike share one. Bytes are those of one unit."""
+    """A plan, a line per unit; neighbours that are planned alike share one. Bytes are those of one unit.
+
+    What is the same for all units stands once, under the table.
+    """
     rows = _plan_rows(plan)
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    name_key = next((key for key in ("unit", "name") if key in keys), None)
-    keys.sort(key=lambda key: list(_PLAN_COLUMNS).index(key) if key in _PLAN_COLUMNS else len(_PLAN_COLUMNS))
-    table = _table(title, *(_PLAN_COLUMNS.get(key, key.replace("_", " ")) for key in keys))
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if any(row.get(key) for row in rows)]
+    known = list(_PLAN_COLUMNS)
+    keys.sort(key=lambda key: known.index(key) if key in known else len(known))
+    name_key = next((key for key in ("unit", "name") if key in keys), "unit")
+    same = [
+        key
+        for key in keys
+        if key != name_key
+        and not key.endswith("nbytes")
+        and len(rows) > 1
+        and len({str(r.get(key)) for r in rows}) == 1
+    ]
+    shown = [name_key, *(key for key in keys if key != name_key and key not in same)] if rows else []
+    table = _table(title, *(_column_title(key) for key in shown))
     for row in _merged_rows(rows, name_key):
-        table.add_row(*(Text(_plan_cell(key, row.get(key))) for key in keys))
+        table.add_row(*(Text(_plan_cell(key, row.get(key))) for key in shown))
+    if same:
+        facts = (f"{_column_title(key)} {_plan_cell(key, rows[0].get(key))}" for key in same)
+        table.caption = Text("all units: " + ", ".join(facts))
+        table.caption_justify = "left"
     if not rows:
         table.add_column("no unit has been planned")
     return table
+
+
+def _column_title(key: str) -> str:
+    return _PLAN_COLUMNS.get(key, key.replace("_", " "))
 
 
 def render_report(report: Mapping[str, Any], *, with_plan: bool = False) -> RenderableType:

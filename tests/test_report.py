@@ -61,9 +61,12 @@ def test_whole_report() -> None:
 
 def test_equal_neighbours_share_a_line_and_others_do_not() -> None:
     text = text_of(plan_table(REPORT["plan"]))
-    assert "layers.0 … layers.3 (4 units)" in text
+    assert "layers.0 … 3 (4 units)" in text
     assert "embed" in text
-    assert "layers.1" not in text.replace("layers.0 … layers.3", "")
+    assert "layers.1" not in text
+    # The state of all of them lives on DRAM: said once. Their weights do not.
+    assert "all units: state on dram" in text
+    assert "weights on" in row_of(text, "┃ unit")
 
 
 def test_names_with_brackets_are_shown_as_they_are() -> None:
