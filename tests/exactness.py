@@ -98,7 +98,6 @@ class Recording:
 
     looks: list[dict[str, Any]] = field(default_factory=list)
     reports: list[dict[str, Any]] = field(default_factory=list)
-    error: BaseException | None = None
 
 
 def assert_exact(plain: Recording, ours: Recording, what: str = "") -> None:
@@ -150,7 +149,7 @@ def tight(model: nn.Module, units: Any = "auto") -> int:
 
 # ---------------------------------------------------------------- runs
 
-Loop = Callable[[nn.Module, Any, Callable[..., None]], None]
+Loop = Callable[[Any, Any, Any], None]  # (model, optimizers, look)
 Build = Callable[[], tuple[nn.Module, Any]]
 
 
@@ -233,47 +232,81 @@ def attach(model: nn.Module, optimizers: Any, variant: Variant, **settings: Any)
     return engine
 
 
+class Look:
+    """What a loop calls after each step. Called with what the loop would log; takes the state down beside it."""
+
+    def __init__(self, model: nn.Module, optimizers: Any, variant: Variant | None, num_expected: int) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.recording = Recording()
+        self.engine: OffloadEngine | None = None
+        self._variant = variant
+        self._num_expected = num_expected
+        self._settings: dict[str, Any] = {}
+
+    def attach(self, **settings: Any) -> None:
+        if self._variant is not None:
+            self._settings = settings
+            self.engine = attach(self.model, self.optimizers, self._variant, **settings)
+
+    def __call__(self, **numbers: Any) -> None:
+        entry: dict[str, Any] = {}
+        _flatten("log", numbers, entry)
+        entry.update(_generators())
+        is_last = len(self.recording.looks) + 1 >= self._num_expected
+        if self._variant is None or self._variant.every_look or is_last:
+            entry.update(take_down(self.model, _as_list(self.optimizers)))
+        self.recording.looks.append(entry)
+        if self.engine is not None and not self.engine.closed:
+            assert_within_budget(self.engine)
+
+    def continue_with(self, model: nn.Module, optimizers: Any) -> None:
+        """Go on with another model, as a resumed run does: attached in the same way, the old engine closed."""
+        self.close()
+        self.model, self.optimizers = model, optimizers
+        self.attach(**self._settings)
+
+    def finish(self) -> None:
+        """Close the engine and see that nothing but the engine is gone."""
+        engine = self.engine
+        if engine is None:
+            return
+        self.recording.reports.append(engine.report())
+        params = list(self.model.parameters())
+        before = take_down(self.model, _as_list(self.optimizers))
+        engine.close()
+        assert_ordinary(self.model)
+        after = take_down(self.model, _as_list(self.optimizers))
+        wrong = [key for key in before if not same_bits(before[key], after.get(key))]
+        assert not wrong, f"close() changed {wrong[:8]}"
+        assert all(a is b for a, b in zip(params, self.model.parameters(), strict=True)), "a parameter was replaced"
+        for optimizer in _as_list(self.optimizers):
+            assert not hasattr(optimizer, "_tieroffload_user_class")
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+
 def run(
     build: Build, loop: Loop, variant: Variant | None = None, *, num_expected: int = 0, seed: int = 0, **settings: Any
 ) -> Recording:
     """One run. ``variant`` None is the plain one; ``num_expected`` looks tells which one is the last."""
     seed_all(seed)
     model, optimizers = build()
-    recording = Recording()
-    engine = None
+    params = list(model.parameters())
+    look = Look(model, optimizers, variant, num_expected)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny tensors: a second thread only waits
-    params = list(model.parameters())
-    if variant is not None:
-        engine = attach(model, optimizers, variant, **settings)
-
-    def look(**numbers: Any) -> None:
-        entry: dict[str, Any] = {}
-        _flatten("log", numbers, entry)
-        entry.update(_generators())
-        is_last = len(recording.looks) + 1 >= num_expected
-        if variant is None or variant.every_look or is_last:
-            entry.update(take_down(model, _as_list(optimizers)))
-        recording.looks.append(entry)
-        if engine is not None:
-            assert_within_budget(engine)
-
     try:
+        look.attach(**settings)
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True)), "a parameter was replaced"
         loop(model, optimizers, look)
-        if engine is not None:
-            recording.reports.append(engine.report())
-            before = take_down(model, _as_list(optimizers))
-            engine.close()
-            assert_ordinary(model)
-            after = take_down(model, _as_list(optimizers))
-            wrong = [key for key in before if not same_bits(before[key], after.get(key))]
-            assert not wrong, f"close() changed {wrong[:8]}"
-            assert all(a is b for a, b in zip(params, model.parameters(), strict=False)), "a parameter was replaced"
+        look.finish()
     finally:
         torch.set_num_threads(num_threads)
-        if engine is not None:
-            engine.close()
-    return recording
+        look.close()
+    return look.recording
 
 
 def assert_within_budget(engine: OffloadEngine) -> None:

@@ -240,7 +240,7 @@ class Islands(nn.Module):
         super().__init__()
         self.linear = nn.Linear(16, 16, dtype=torch.bfloat16)
         self.norm = nn.LayerNorm(16)
-        self.double = nn.Parameter(torch.randn(16, dtype=torch.float64))
+        self.scale64 = nn.Parameter(torch.randn(16, dtype=torch.float64))
         self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(16) / 16.0), persistent=False)
         self.register_buffer("count", torch.tensor(256))
 
@@ -249,7 +249,7 @@ class Islands(nn.Module):
         assert self.inv_freq.dtype == torch.float32
         self.count += 1
         h = self.norm(x) * (self.count * self.inv_freq).cos()
-        return x + self.linear(h.bfloat16()).float() * self.double.float()
+        return x + self.linear(h.bfloat16()).float() * self.scale64.float()
 
 
 def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
@@ -419,8 +419,7 @@ def test_num_08_a_consumed_gradient_is_not_added_again(set_to_none: bool, throug
             if reads == "no reads":
                 return {}
             return {
-                f"{place}.{n}": None if p.grad is None else p.grad.detach().clone()
-                for n, p in model.named_parameters()
+                f"{place}.{n}": None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()
             }
 
         data = batches(4)
