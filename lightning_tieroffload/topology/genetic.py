@@ -355,9 +355,9 @@ def _evolve(  # type: ignore[no-untyped-def]
                     if draw < 0.5 or b >= num_stages:
                         next_positions[k, a], next_positions[k, b] = next_positions[k, b], next_positions[k, a]
                     else:
-                        # Two stages that trade places break four neighbourhoods of the pipeline. Reversing the stages between
-                        # them, or moving one to the other's place, breaks two or three: without these, chains of
-                        # stages with heavy pipeline traffic stay in local optima.
+                        # Two stages that trade places break four neighbourhoods of the pipeline. Reversing the stages
+                        # between them, or moving one to the other's place, breaks two or three: without these, chains
+                        # of stages with heavy pipeline traffic stay in local optima.
                         if draw < 0.75 and a > b:
                             a, b = b, a
                         if a <= b:

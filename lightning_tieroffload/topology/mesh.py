@@ -161,14 +161,13 @@ def find_faults(sites: Sequence[Site], links: Sequence[MeshLink]) -> list[Fault]
         found = {0}
         frontier = [0]
         while frontier:
-            for other in reached[frontier.pop()]:
-                if other not in found:
-                    found.add(other)
-                    frontier.append(other)
-        for row, site in enumerate(sites):
-            if row not in found:
-                how = "has no link" if not reached[row] else "cannot be reached"
-                faults.append(
-                    Fault("site", row, "name", f"site {site.name!r} {how}: it is disconnected from {sites[0].name!r}.")
-                )
+            for neighbour in reached[frontier.pop()]:
+                if neighbour not in found:
+                    found.add(neighbour)
+                    frontier.append(neighbour)
+        for number, place in enumerate(sites):
+            if number not in found:
+                how = "has no link" if not reached[number] else "cannot be reached"
+                message = f"site {place.name!r} {how}: it is disconnected from {sites[0].name!r}."
+                faults.append(Fault("site", number, "name", message))
     return faults

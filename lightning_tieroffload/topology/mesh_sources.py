@@ -237,9 +237,9 @@ class _Reader:
             self._size("cluster", 0, table, "rack_bandwidth") if "rack_bandwidth" in table else host_bandwidth
         )
         latency_s = self._number("cluster", 0, table, "latency_s", 0.0)
-        for key, value in (("host_bandwidth", host_bandwidth), ("rack_bandwidth", rack_bandwidth)):
-            if value <= 0:
-                raise self.fail("cluster", 0, key, f"{value} must be more than 0 bytes per second.")
+        for key, speed in (("host_bandwidth", host_bandwidth), ("rack_bandwidth", rack_bandwidth)):
+            if speed <= 0:
+                raise self.fail("cluster", 0, key, f"{speed} must be more than 0 bytes per second.")
         self._append("cluster", *_cluster(num_hosts, per_rack, common, host_bandwidth, rack_bandwidth, latency_s))
 
     def _append(self, table: str, sites: list[Site], links: list[MeshLink]) -> None:
