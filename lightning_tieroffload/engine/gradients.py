@@ -71,7 +71,8 @@ class Gradients:
         unit = part.unit
         with self._space.lock:
             self.enter_backward()
-            self.settle_all(but=unit)
+            # A unit that left while its backward is not over needs the room that its own gradients take.
+            self.settle_all(but=unit if part.is_resident else None)
             self._space.need_in_backward(part)
             # Leased until the caller holds a view, which then keeps the part here by itself.
             part.num_leases += 1
@@ -336,4 +337,7 @@ class Gradients:
         if grad is None:
             return LANDED, host, []
         self._space.wait_update(unit)
-        return self._space.download([(host, grad.detach())], f"gradient ({slot.name})"), host, []
+        ticket = self._space.download([(host, grad.detach())], f"gradient ({slot.name})")
+        # The tensor stays the user's, who may write to it at once (zero_grad(set_to_none=False)): only behind the copy.
+        ticket.before_compute()
+        return ticket, host, []

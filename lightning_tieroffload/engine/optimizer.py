@@ -451,7 +451,8 @@ class Updates:
         def work() -> None:
             for copy in copies:
                 copy.wait()
-            with torch.no_grad():
+            # Not under the inference mode of whoever waits for it: new state would be inference tensors for good.
+            with torch.inference_mode(False), torch.no_grad():
                 by_kernel: list[_Source] = []
                 by_torch: list[_Source] = []
                 for source in sources:
