@@ -66,7 +66,10 @@ class DeviceSpace:
         self.num_fetches = 0
         self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed)
         self._pid = os.getpid()
-        self._touched: list[UnitState] = []  # what calls of user code outside windows are using right now
+        self._num_lent = 0  # 0: no part is on the device uncharged
+        self._touched: list[Part] = []  # what calls of user code outside windows are using right now
+        self._num_lent = 0  # 0: no part is on the device uncharged
+        self._touched: list[Part] = []  # what calls of user code outside windows are using right now
         self._distance_of: dict[int, int] = {}
         self._distance_key: Any = None
         self._next_index = 0
@@ -316,7 +319,13 @@ class DeviceSpace:
         part.upload.before_compute()
         part.upload = LANDED
         part.download.before_compute()
-        part.release()
+        if not part.storage.resizable():
+            # tensor.numpy() fixes a storage's size for good; the array is gone, so the part may have another one.
+            del self.by_storage[part.key]
+            part.renew_storage()
+            self.by_storage[part.key] = part
+        else:
+            part.release()
         part.is_resident = False
         part.is_handed_out = False
         self.ledger.release(Tier.DEVICE, part.charged_nbytes)
@@ -365,22 +374,25 @@ class DeviceSpace:
             self._evict(victim)
             if account.headroom_nbytes >= nbytes:
                 return True
-        if not must:
-            return False
-        if keep is not None:
+        if must and keep is not None:
             for part in keep.parts:  # the other form of the very unit
                 if part.is_resident and not self._is_held(part):
                     self._evict(part)
-        # Tensors that user code holds (p.data, views) keep their parts here: those bytes are the user's.
+        # Tensors that user code holds (p.data, views) keep their parts here, and so does one call of user code over the
+        # parameters of several units: those bytes are the user's.
         for unit in self.units:
-            for part in unit.parts:
+            for part in unit.parts if unit.num_windows == 0 else ():
                 if account.headroom_nbytes >= nbytes:
                     return True
-                if part.is_resident and part.num_leases == 0 and part.num_aliases() > 0:
+                is_users = part in self._touched or (part.num_leases == 0 and part.num_aliases() > 0)
+                if part.is_resident and is_users:
+                    self._num_lent += 1
                     self.ledger.release(Tier.DEVICE, part.charged_nbytes)
                     part.charged_nbytes = 0
         if account.headroom_nbytes >= nbytes:
             return True
+        if not must:
+            return False
         held = sorted({u.name for u in self.units for p in u.parts if p.is_resident and p.num_leases > 0})
         raise CapacityError(
             f"{what} needs {format_nbytes(nbytes)} on the device, {format_nbytes(account.headroom_nbytes)} is free of "
@@ -389,6 +401,13 @@ class DeviceSpace:
         )
 
     # ---------------------------------------------------------------------------------------- what compute asks for
+    def _reclaim(self) -> None:
+        """Parts that were left to user code as its memory, and that it does not hold any more, go."""
+        for unit in self.units:
+            for part in unit.parts:
+                if part.is_resident and part.charged_nbytes < part.nbytes and not self._is_held(part):
+                    self._evict(part)
+
     def _ensure_part(self, part: Part) -> None:
         if part.is_resident:
             self._land(part)
@@ -413,6 +432,7 @@ class DeviceSpace:
 
     def ensure_resident(self, parts: Iterable[Part]) -> None:
         """The parts' newest values are on the device for everything that compute does from here on."""
+        self._reclaim()
         for part in parts:
             part.num_leases += 1
             try:
@@ -469,8 +489,10 @@ class DeviceSpace:
         with self.lock:
             self.check_process()
             self.wire_dtype = wire_dtype
+            self._reclaim()
             parts = unit.parts_for(None if unit.is_compiled else wire_dtype)
             self.note_use(unit, phase, parts)
+            self._reclaim()
             for part in parts:
                 part.num_leases += 1
             try:
@@ -510,6 +532,7 @@ class DeviceSpace:
         """Run ``call`` with full parts on the device, outside any compute window of theirs or beside a wire window."""
         with self.lock:
             self.check_process()
+            before, self._touched = self._touched, [*self._touched, *parts]
             for part in parts:
                 part.num_leases += 1
             try:
@@ -517,11 +540,13 @@ class DeviceSpace:
                     self._ensure_part(part)
                 result = call()
             finally:
+                self._touched = before
                 for part in parts:
                     part.num_leases -= 1
                     if part.is_resident and part.num_aliases() > 0:
                         part.is_handed_out = True
                     self._notice_writes(part)
+                self._reclaim()
             return result
 
     def reset(self) -> None:
