@@ -20,7 +20,14 @@ import pytest
 
 from lightning_tieroffload import concepts
 from lightning_tieroffload.errors import TierOffloadError, TransferTimeoutError, UnsupportedError
-from lightning_tieroffload.io.scheduler import LaneExecutor, LaneSpec, Scheduler, TransferTicket, WorkRecord
+from lightning_tieroffload.io.scheduler import (
+    LaneExecutor,
+    LaneSpec,
+    Scheduler,
+    TransferTicket,
+    WorkCancelledError,
+    WorkRecord,
+)
 
 REPO = Path(__file__).parents[1]
 
@@ -819,3 +826,63 @@ def test_submit_is_cheap_and_throughput_is_high() -> None:
             scheduler.drain()
             best_per_s = max(best_per_s, 2000 / (time.perf_counter() - started_s))
         assert best_per_s > 5000
+
+
+# --- when_all -----------------------------------------------------------------------------------------------------
+
+
+def test_when_all_completes_with_the_last_and_runs_finish() -> None:
+    with one_lane(concurrency=3) as scheduler:
+        gates = [Gate() for _ in range(3)]
+        parts = [scheduler.submit("read", gate, label=f"part {i}") for i, gate in enumerate(gates)]
+        whole = scheduler.when_all(parts, label="whole", finish=lambda: sum(part.wait() == "through" for part in parts))
+        gates[2].open.set()
+        gates[0].open.set()
+        parts[0].wait()
+        parts[2].wait()
+        assert not whole.done()
+        with pytest.raises(TransferTimeoutError, match=r"whole on lane join.*waiting for part 1"):
+            whole.wait(0.01)
+        gates[1].open.set()
+        assert whole.wait() == 3
+        assert scheduler.when_all([], label="none", finish=lambda: 5).result == 5
+        assert scheduler.when_all(parts, label="done already").done()
+        with pytest.raises(ValueError, match="of this scheduler only"):
+            scheduler.when_all([object()], label="x")  # type: ignore[list-item]
+
+
+def test_when_all_waits_for_every_end_before_it_fails() -> None:
+    """A failed part is no reason to free the memory that the other parts still write."""
+    with one_lane(concurrency=2) as scheduler:
+        gate = Gate()
+        bad = scheduler.submit("read", lambda: 1 // 0, label="bad", may_fail=True)
+        slow = scheduler.submit("read", gate, label="slow")
+        whole = scheduler.when_all([bad, slow], label="whole", may_fail=True)
+        rescued = scheduler.when_all([bad, slow], label="rescued", otherwise=lambda error: repr(error))
+        assert gate.started.wait(10)
+        wait_until(bad.done)
+        assert not whole.done()
+        gate.open.set()
+        with pytest.raises(ZeroDivisionError):
+            whole.wait()
+        assert "ZeroDivisionError" in rescued.wait()
+        scheduler.raise_pending_error()
+        with pytest.raises(ZeroDivisionError):
+            scheduler.when_all([bad], label="reported").wait()
+        scheduler.clear_pending_error()
+
+
+def test_when_all_cancelled_ends_with_what_runs() -> None:
+    with one_lane() as scheduler:
+        gate = Gate()
+        parts = [scheduler.submit("read", gate, label="running")]
+        assert gate.started.wait(10)
+        parts.append(scheduler.submit("read", int, label="queued"))
+        whole = scheduler.when_all(parts, label="whole", finish=lambda: pytest.fail("must not finish"))
+        assert scheduler.cancel(whole)
+        assert parts[1].done()
+        assert not whole.done()
+        gate.open.set()
+        with pytest.raises(WorkCancelledError):
+            whole.wait()
+        scheduler.raise_pending_error()

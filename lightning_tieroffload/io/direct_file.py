@@ -197,6 +197,9 @@ class DirectFile:
         self._notice = notice or FallbackNotice()
         self._max_call_nbytes = max(ALIGN_NBYTES, max_call_nbytes - max_call_nbytes % ALIGN_NBYTES)
         self._mode_lock = threading.Lock()
+        self._idle = threading.Condition()
+        self._num_transfers = 0
+        self._is_closing = False
         self._is_direct = False
         self._fallback_reason: str | None = None
         flags = (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | os.O_CLOEXEC
@@ -240,7 +243,13 @@ class DirectFile:
 
     def read(self, memory: memoryview, offset_nbytes: int, *, shard: str = "") -> None:
         """Fill ``memory`` with the bytes from ``offset_nbytes`` on. All of it, or ``TierIOError``."""
-        memory = memory.cast("B")
+        self._enter("read", offset_nbytes, shard)
+        try:
+            self._read(memory.cast("B"), offset_nbytes, shard)
+        finally:
+            self._leave()
+
+    def _read(self, memory: memoryview, offset_nbytes: int, shard: str) -> None:
         nbytes = len(memory)
         if not self._is_direct:
             self._transfer("read", memory, offset_nbytes, shard)
@@ -270,7 +279,13 @@ class DirectFile:
         All of it, or ``TierIOError``. With ``pad_tail`` the bytes up to the next page boundary are ours and become
         zero; without it, what is there stays.
         """
-        memory = memory.cast("B")
+        self._enter("write", offset_nbytes, shard)
+        try:
+            return self._write(memory.cast("B"), offset_nbytes, shard, pad_tail)
+        finally:
+            self._leave()
+
+    def _write(self, memory: memoryview, offset_nbytes: int, shard: str, pad_tail: bool) -> int:
         nbytes = len(memory)
         if not self._is_direct:
             self._transfer("write", memory, offset_nbytes, shard)
@@ -308,14 +323,36 @@ class DirectFile:
         except OSError as error:
             raise self._error("truncate", error, nbytes, 0, "") from error
 
-    def close(self) -> None:
-        """Close the descriptor. Idempotent; no transfer may be under way."""
-        fd, self._fd = self._fd, -1
+    def _enter(self, verb: str, offset_nbytes: int, shard: str) -> None:
+        with self._idle:
+            if self._is_closing:
+                gone = OSError(errno.EBADF, os.strerror(errno.EBADF))
+                raise self._error(verb, gone, offset_nbytes, 0, shard)
+            self._num_transfers += 1
+
+    def _leave(self) -> None:
+        with self._idle:
+            self._num_transfers -= 1
+            if self._num_transfers == 0:
+                self._idle.notify_all()
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Refuse new transfers, wait for those under way, close the descriptor. Idempotent.
+
+        False when one is still under way after ``timeout_s`` (a stuck disk). Then the descriptor stays open: closed,
+        its number could become another file's while the transfer's next piece is still to come.
+        """
+        with self._idle:
+            self._is_closing = True
+            if not self._idle.wait_for(lambda: self._num_transfers == 0, timeout_s):
+                return False
+            fd, self._fd = self._fd, -1
         if fd >= 0:
             try:
                 os.close(fd)
             except OSError as error:  # somebody closed our descriptor: it is gone, which is what was wanted
                 _log.debug("closing %s: %s", self.path, error)
+        return True
 
     def __enter__(self) -> DirectFile:
         return self
@@ -421,9 +458,8 @@ class DirectFile:
         """Have the range written out and its pages dropped. Only advice, so a refusal is no fault."""
         try:
             if written:
-                os.fdatasync(
-                    self._fd
-                )  # dirty pages cannot be dropped; an error of the disk shows here and must not pass
+                # Dirty pages cannot be dropped. And here is where an error of the disk shows: it must not pass.
+                os.fdatasync(self._fd)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EROFS):
                 raise self._error("sync", error, offset, nbytes, "") from error

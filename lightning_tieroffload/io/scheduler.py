@@ -48,14 +48,19 @@ from lightning_tieroffload.errors import TierOffloadError, TransferTimeoutError,
 from lightning_tieroffload.io.loop_thread import LoopThread
 from lightning_tieroffload.sizes import format_nbytes
 
-__all__ = ["LaneExecutor", "LaneMover", "LaneSpec", "Scheduler", "TransferTicket", "WorkRecord"]
+__all__ = ["LaneExecutor", "LaneMover", "LaneSpec", "Scheduler", "TransferTicket", "WorkCancelledError", "WorkRecord"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _EXIT_WAIT_S = 4.0  # at interpreter exit: a stuck disk may not keep the process for longer
 _POLL_S = 0.5  # a parked waiter looks around this often, should a wake-up ever be lost
+_JOIN = "join"  # not a lane: what `when_all` gives is completed by the last of those it waits for
 _SCAN_LIMIT = 256  # queued works looked at for one of another owner when an owner has its share
+
+
+class WorkCancelledError(TierOffloadError):
+    """A work that was cancelled before it started: no fault, so it is never kept as the first error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +115,7 @@ class TransferTicket(Generic[T]):
         "_error",
         "_foreign",
         "_may_fail",
+        "_otherwise",
         "_owner",
         "_rank",
         "_started_s",
@@ -148,6 +154,7 @@ class TransferTicket(Generic[T]):
         self._callbacks: collections.deque[Callable[[Any], Any]] = collections.deque()
         self._after: Sequence[Any] = ()
         self._foreign: tuple[Any, ...] = ()
+        self._otherwise: Callable[[BaseException], Any] | None = None
         self._submitted_s = time.perf_counter()
         self._started_s = 0.0
 
@@ -436,19 +443,59 @@ class _Core:
     def _advance(self, ticket: TransferTicket[Any], _: object = None) -> None:
         """Queue the ticket when all it waits for is complete; else come back when the next of them is."""
         foreign = []
+        is_join = ticket.lane == _JOIN
         for other in ticket._after:
             if not isinstance(other, TransferTicket):
                 foreign.append(other)  # has no callbacks (a copy's event): the lane thread waits for it
             elif not other._done:
                 other.add_done_callback(functools.partial(self._advance, ticket))
                 return
-            elif other._error is not None:
+            elif other._error is not None and not is_join:
                 if self._pop_claim(ticket):
                     self._complete(ticket, None, other._error, is_news=False)
                 return
+        if is_join:
+            self._finish_join(ticket)
+            return
         ticket._after = ()
         ticket._foreign = tuple(foreign)
         self._enqueue(ticket)
+
+    def when_all(
+        self,
+        tickets: Sequence[TransferTicket[Any]],
+        label: str,
+        finish: Callable[[], T] | None,
+        otherwise: Callable[[BaseException], T] | None,
+        nbytes: int,
+        may_fail: bool,
+    ) -> TransferTicket[T]:
+        self.check_process()
+        if not all(isinstance(one, TransferTicket) for one in tickets):
+            raise ValueError(f"{label}: when_all takes tickets of this scheduler only")
+        ticket: TransferTicket[T] = TransferTicket(self, _JOIN, finish, label, nbytes=nbytes, may_fail=may_fail)
+        ticket._otherwise = otherwise
+        ticket._after = tuple(tickets)
+        self._unfinished.add(ticket)
+        self._advance(ticket)
+        return ticket
+
+    def _finish_join(self, ticket: TransferTicket[Any]) -> None:
+        """All it waits for has ended, so none of them touches memory any more, whether they went well or not."""
+        error = next((other._error for other in ticket._after if other._error is not None), None)
+        ticket._after = ()
+        if not self._pop_claim(ticket):
+            return
+        value = None
+        try:
+            if error is None:
+                value = ticket._work() if ticket._work is not None else None
+            elif ticket._otherwise is not None:
+                value, error = ticket._otherwise(error), None
+        except BaseException as failure:
+            error = failure
+        ticket._otherwise = None
+        self._complete(ticket, value, error, is_news=not isinstance(error, WorkCancelledError))
 
     def _enqueue(self, ticket: TransferTicket[Any]) -> None:
         self._inbox.append(ticket)
@@ -465,9 +512,12 @@ class _Core:
             self._enqueue(ticket)  # the entry with the old rank is skipped when it comes up
 
     def cancel(self, ticket: TransferTicket[Any]) -> bool:
+        if ticket.lane == _JOIN and not ticket._done:
+            # It ends when the last of its works has: until then they use its memory.
+            return any([self.cancel(other) for other in ticket._after if isinstance(other, TransferTicket)])
         if not self._pop_claim(ticket):
             return False
-        error = TierOffloadError(f"{ticket.label} on lane {ticket.lane} was cancelled.")
+        error = WorkCancelledError(f"{ticket.label} on lane {ticket.lane} was cancelled.")
         self._complete(ticket, None, error, is_news=False)
         return True
 
@@ -987,12 +1037,32 @@ class Scheduler:
         """
         return self._core.spawn(make, label, may_fail)
 
+    def when_all(
+        self,
+        tickets: Sequence[TransferTicket[Any]],
+        *,
+        label: str,
+        finish: Callable[[], T] | None = None,
+        otherwise: Callable[[BaseException], T] | None = None,
+        nbytes: int = 0,
+        may_fail: bool = False,
+    ) -> TransferTicket[T]:
+        """A ticket that completes when every one of ``tickets`` has *ended*, with what ``finish()`` returns.
+
+        If one failed, it fails with the first error, unless ``otherwise(error)`` returns; that is for tickets that were
+        submitted with ``may_fail``. Both are called in the thread that completes the last of them and must be short.
+        """
+        return self._core.when_all(tickets, label, finish, otherwise, nbytes, may_fail)
+
     def expedite(self, ticket: TransferTicket[Any]) -> None:
         """Make a queued work, and what it waits for, urgent: its next use is now. No effect once it runs."""
         self._core.expedite(ticket)
 
     def cancel(self, ticket: TransferTicket[Any]) -> bool:
-        """Cancel a work that has not started; False when it has. Its waiters get a ``TierOffloadError``."""
+        """Cancel a work that has not started; False when it has. Its waiters get a ``WorkCancelledError``.
+
+        Of a `when_all` ticket, those of its works that have not started are cancelled; it ends when the others have.
+        """
         return self._core.cancel(ticket)
 
     def drain(self, timeout_s: float | None = None) -> None:

@@ -1,0 +1,258 @@
+"""Floor 4. Moves shards between host memory and the extent store, over the scheduler's lanes.
+
+Owns the cutting of a shard's transfer into pieces, one lane per disk and direction, and the order of transfers of one
+shard. Does not choose what moves when.
+
+[Note: order per shard] Reads of a shard come after the write that was asked for before them, and a write comes after
+the reads and the write before it, whoever asks: a missing dependency in a caller must not become torn bytes.
+
+[Note: commit] A write becomes the shard's current version when all its pieces are on flash and no earlier. If one
+failed, it is given up when all have ended: until then they still use the extents.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import aiofiles
+
+from lightning_tieroffload.concepts import Ticket
+from lightning_tieroffload.errors import TierIOError
+from lightning_tieroffload.io.extent_store import ExtentStore, Piece, ReadVersion, WriteVersion
+from lightning_tieroffload.io.scheduler import LaneExecutor, LaneSpec, Scheduler, TransferTicket, WorkCancelledError
+
+__all__ = ["NvmeMover"]
+
+_log = logging.getLogger(__name__)
+V = TypeVar("V", ReadVersion, WriteVersion)
+
+_FILES_LANE = "files"
+
+
+class _Lazy(Generic[V]):
+    """A version that is opened when the first of its pieces runs, after all that was ordered before."""
+
+    def __init__(self, begin: Callable[[], V]) -> None:
+        self._begin: Callable[[], V] = begin
+        self._lock = threading.Lock()
+        self._version: V | None = None
+        self._error: BaseException | None = None
+
+    def get(self) -> V:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._version is None:
+                try:
+                    self._version = self._begin()
+                except BaseException as error:
+                    self._error = error
+                    raise
+            return self._version
+
+    def opened(self) -> V | None:
+        return self._version
+
+
+class _Order:
+    """The transfers of one shard that later ones must come after."""
+
+    __slots__ = ("reads", "write")
+
+    def __init__(self) -> None:
+        self.write: TransferTicket[None] | None = None
+        self.reads: list[TransferTicket[None]] = []
+
+
+class NvmeMover:
+    """Reads and writes of whole shards, as tickets.
+
+    The scheduler needs the lanes of `lane_specs`. Memory that is handed in belongs to the transfer until its ticket is
+    done. Any thread.
+    """
+
+    def __init__(self, scheduler: Scheduler, store: ExtentStore) -> None:
+        missing = [name for name in self._lane_names(len(store.paths)) if name not in scheduler.lane_names]
+        if missing:
+            raise ValueError(f"the scheduler has no lanes {', '.join(missing)}: make it with NvmeMover.lane_specs(...)")
+        self._scheduler = scheduler
+        self._store = store
+        self._order: dict[str, _Order] = {}
+        # Reentrant: in the seeded mode a submit may run other works here, and they may ask for transfers.
+        self._order_lock = threading.RLock()
+        self._served_elsewhere: dict[str, int] = {}
+
+    @staticmethod
+    def _lane_names(num_paths: int) -> list[str]:
+        return [f"{verb}{index}" for verb in ("read", "write") for index in range(num_paths)] + [_FILES_LANE]
+
+    @staticmethod
+    def lane_specs(
+        num_paths: int,
+        *,
+        io_threads: int = 4,
+        max_inflight_nbytes: int | None = None,
+        max_share_frac: float = 1.0,
+    ) -> list[LaneSpec]:
+        """The lanes "read<i>" and "write<i>" of each path, ``io_threads`` threads each, and one for small files."""
+        specs = [
+            LaneSpec(
+                name=f"{verb}{index}",
+                concurrency=io_threads,
+                max_inflight_nbytes=max_inflight_nbytes,
+                max_share_frac=max_share_frac,
+            )
+            for verb in ("read", "write")
+            for index in range(num_paths)
+        ]
+        return [*specs, LaneSpec(name=_FILES_LANE)]
+
+    @property
+    def served_elsewhere(self) -> dict[str, int]:
+        """Shards whose read failed and was served from another copy, and how often: hold them one tier up."""
+        return dict(self._served_elsewhere)
+
+    def read(
+        self,
+        name: str,
+        memory: memoryview,
+        *,
+        priority: int = 0,
+        urgent: bool = False,
+        after: Sequence[Ticket] = (),
+        otherwise: Callable[[], None] | None = None,
+        may_fail: bool = False,
+    ) -> TransferTicket[None]:
+        """Fill ``memory`` (exactly the shard's bytes) from flash, checked.
+
+        If that fails and ``otherwise`` is given, it is called to fill ``memory`` from another valid copy, with one
+        warning per shard; without it the ticket fails, with ``ChecksumError`` or another ``TierIOError``.
+        """
+        memory = self._checked(name, memory)
+        version = _Lazy(lambda: self._store.begin_read(name))
+
+        def serve_elsewhere(error: BaseException) -> None:
+            if otherwise is None or isinstance(error, WorkCancelledError):
+                raise error
+            otherwise()
+            count = self._served_elsewhere[name] = self._served_elsewhere.get(name, 0) + 1
+            if count == 1:
+                _log.warning("%s could not be read from flash and was served from its other copy: %s", name, error)
+
+        with self._order_lock:
+            order = self._order.setdefault(name, _Order())
+            before = self._barrier(name, [order.write])
+            pieces = [
+                self._submit("read", piece, memory, version, name, priority, urgent, (*after, *before))
+                for piece in self._store.pieces_of(name)
+            ]
+            ticket: TransferTicket[None] = self._scheduler.when_all(
+                pieces,
+                label=f"read {name}",
+                finish=lambda: None if pieces else (version.get(), None)[1],
+                otherwise=serve_elsewhere,
+                nbytes=len(memory),
+                may_fail=may_fail,
+            )
+            order.reads = [one for one in order.reads if not one.done()]
+            order.reads.append(ticket)
+        return ticket
+
+    def write(
+        self,
+        name: str,
+        memory: memoryview,
+        *,
+        priority: int = 0,
+        urgent: bool = False,
+        after: Sequence[Ticket] = (),
+        may_fail: bool = False,
+    ) -> TransferTicket[None]:
+        """Write ``memory`` (exactly the shard's bytes) to flash and make it the current version."""
+        memory = self._checked(name, memory)
+        version = _Lazy(lambda: self._store.begin_write(name))
+        with self._order_lock:
+            order = self._order.setdefault(name, _Order())
+            before = self._barrier(name, [order.write, *order.reads])
+            pieces = [
+                self._submit("write", piece, memory, version, name, priority, urgent, (*after, *before))
+                for piece in self._store.pieces_of(name)
+            ]
+
+            def give_up(error: BaseException) -> None:
+                opened = version.opened()
+                if opened is not None:
+                    opened.abort(error)
+                raise error
+
+            ticket: TransferTicket[None] = self._scheduler.when_all(
+                pieces,
+                label=f"write {name}",
+                finish=lambda: version.get().commit(),
+                otherwise=give_up,
+                nbytes=len(memory),
+                may_fail=may_fail,
+            )
+            order.write, order.reads = ticket, []
+        return ticket
+
+    def forget(self, name: str) -> None:
+        """Free a shard's space on flash. Raises ``TierIOError`` while a transfer of it is under way."""
+        with self._order_lock:
+            order = self._order.get(name)
+            if order is not None and any(one is not None and not one.done() for one in (order.write, *order.reads)):
+                raise TierIOError(f"{name} cannot be freed: a transfer of it is under way.", shard=name)
+            self._order.pop(name, None)
+            self._store.free(name)
+
+    def save_index(self, path: str) -> TransferTicket[None]:
+        """Write the store's index to ``path`` as JSON, beside everything else that goes on."""
+
+        async def save() -> None:
+            executor = LaneExecutor(self._scheduler, _FILES_LANE, label=f"write {path}")
+            async with aiofiles.open(path, "w", encoding="utf-8", executor=executor) as file:
+                await file.write(self._store.index_json())
+
+        return self._scheduler.spawn(save, label=f"write {path}")
+
+    def _barrier(self, name: str, tickets: Sequence[TransferTicket[None] | None]) -> tuple[TransferTicket[None], ...]:
+        """At most one ticket, complete when all of ``tickets`` have ended, well or badly."""
+        pending = [one for one in tickets if one is not None and not one.done()]
+        if not pending:
+            return ()
+        return (self._scheduler.when_all(pending, label=f"order of {name}", otherwise=lambda _: None, may_fail=True),)
+
+    def _checked(self, name: str, memory: memoryview) -> memoryview:
+        memory = memory.cast("B")
+        nbytes = self._store.nbytes_of(name)
+        if len(memory) != nbytes:
+            raise ValueError(f"{name} has {nbytes} bytes, memory of {len(memory)} bytes was given")
+        return memory
+
+    def _submit(
+        self,
+        verb: str,
+        piece: Piece,
+        memory: memoryview,
+        version: _Lazy[Any],
+        name: str,
+        priority: int,
+        urgent: bool,
+        after: tuple[Ticket, ...],
+    ) -> TransferTicket[None]:
+        part = memory[piece.start_nbytes : piece.start_nbytes + piece.extent.nbytes]
+        move = "read_piece" if verb == "read" else "write_piece"
+        return self._scheduler.submit(
+            f"{verb}{piece.path_index}",
+            lambda: getattr(version.get(), move)(piece.index, part),
+            label=f"{verb} {name} piece {piece.index} at {piece.extent.path}",
+            priority=priority,
+            nbytes=piece.extent.nbytes,
+            urgent=urgent,
+            after=after,
+            owner=name,
+            may_fail=True,  # `when_all` reports it, or serves it from another copy
+        )
