@@ -1,7 +1,8 @@
 """Floor 9. The face for Accelerate: a few methods of `Accelerator`, wrapped in place.
 
-Owns nothing between calls; a process that was not started with a `tieroffload_config` never gets here. Accelerate has
-no slot for a third party's plugin, and other modules hold references to the class, so it is not replaced but wrapped.
+Owns nothing between calls; a process that was not started with a `tieroffload_config` never gets here, and an
+`Accelerator` that is made while none is in force stays as it is. Accelerate has no slot for a third party's plugin, and
+other modules hold references to the class, so it is not replaced but wrapped.
 
 What is not wrapped needs nothing: module, parameters and optimizer keep their identity, so `unwrap_model`,
 `get_state_dict`, `save_state`, `load_state`, `accumulate`, `prepare_scheduler` work on them as they are, and
@@ -52,14 +53,19 @@ def hook_accelerator(module: ModuleType) -> None:
     if hasattr(accelerator_class.__init__, "_tieroffload"):
         return
     for name, wrapper in _WRAPPERS.items():
-        setattr(accelerator_class, name, _wrapped(getattr(accelerator_class, name), wrapper))
+        setattr(accelerator_class, name, _wrapped(name, getattr(accelerator_class, name), wrapper))
     _name_the_tpu(module)
     deferred_move.hook_modules(is_managed=lambda model: _engine_for(model) is not None)
 
 
-def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(name: str, original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "__init__":
+            # Whether this one is ours is settled here, once.
+            self._tieroffload_config = face.config_from({}) if _tieroffload_hooks.enabled() else None
+        if getattr(self, "_tieroffload_config", None) is None:
+            return original(self, *args, **kwargs)
         return wrapper(self, original, *args, **kwargs)
 
     method._tieroffload = True  # type: ignore[attr-defined]
@@ -77,7 +83,6 @@ def _name_the_tpu(module: ModuleType) -> None:
 
 
 def _init(self: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    config = face.config_from({})
     original(self, *args, **kwargs)
     face.refuse_several_processes(self.num_processes, face="Accelerator", remedy=_ONE_PROCESS)
     kind = str(getattr(self.distributed_type, "value", self.distributed_type))
@@ -86,7 +91,6 @@ def _init(self: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -
             f"Accelerate's distributed_type is {kind}, which places the model's state itself; tieroffload_config does "
             "the same. Set distributed_type: 'NO', or take the tieroffload_config block out."
         )
-    self._tieroffload_config = config
 
 
 def _prepare_model(

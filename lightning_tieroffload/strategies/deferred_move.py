@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import _tieroffload_hooks
 from lightning_tieroffload.strategies import face
 
 __all__ = ["forget", "hook_modules"]
@@ -47,6 +48,8 @@ def hook_modules(is_managed: Callable[[torch.nn.Module], bool]) -> None:
 
     def waits(model: torch.nn.Module, device: torch.device) -> bool:
         """Note the move and say True, or say False: it is to be made now."""
+        if not _tieroffload_hooks.enabled():
+            return False
         if is_managed(model):
             return True  # where its parameters are is the engine's matter
         if face.fits_beside(model, device):

@@ -9,6 +9,7 @@ import atexit
 import json
 import logging
 import os
+import random
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -120,8 +121,11 @@ def print_plan_once(engine: Engine) -> None:
     if engine in _printed:
         return
     _printed.add(engine)
+    # Importing rich draws from Python's global generator (rich.style), which is the user's.
+    state = random.getstate()
     from rich.console import Console
 
+    random.setstate(state)
     console = Console(stderr=True)
     if not console.is_terminal:
         console.width = 120  # a log file has no width; the default of 80 breaks the columns

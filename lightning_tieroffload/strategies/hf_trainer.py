@@ -1,6 +1,7 @@
 """Floor 9. The face for transformers' Trainer: what it does to the model before Accelerate gets it.
 
-Everything else goes through `accelerate_plugin`. A process without a `tieroffload_config` never gets here.
+Everything else goes through `accelerate_plugin`. A process without a `tieroffload_config` never gets here, and a
+Trainer whose Accelerator is not ours stays as it is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+import _tieroffload_hooks
 from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.strategies import face
 
@@ -29,11 +31,18 @@ def hook_trainer(module: ModuleType) -> None:
     _count_one_device(sys.modules["transformers.training_args"].TrainingArguments)
 
 
+def _is_ours(trainer: Any) -> bool:
+    return getattr(trainer.accelerator, "_tieroffload_config", None) is not None
+
+
 def _keep_model_on_the_host(trainer_class: Any) -> None:
-    @functools.wraps(trainer_class._move_model_to_device)
+    move = trainer_class._move_model_to_device
+
+    @functools.wraps(move)
     def stay(self: Any, model: torch.nn.Module, device: torch.device) -> None:
         # The constructor would put the whole model on the device, before `prepare` hands it to the engine.
-        return None
+        if not _is_ours(self):
+            move(self, model, device)
 
     stay._tieroffload = True  # type: ignore[attr-defined]
     trainer_class._move_model_to_device = stay
@@ -42,8 +51,9 @@ def _keep_model_on_the_host(trainer_class: Any) -> None:
 def _do_not_look_at_every_gradient(trainer_class: Any) -> None:
     # Looks for DTensors over several meshes by reading each p.grad, which would bring all gradients to the device at
     # once. One process has none. Absent in older releases.
-    if hasattr(trainer_class, "_has_mixed_mesh_grads"):
-        trainer_class._has_mixed_mesh_grads = lambda self, model: False
+    has_mixed = getattr(trainer_class, "_has_mixed_mesh_grads", None)
+    if has_mixed is not None:
+        trainer_class._has_mixed_mesh_grads = lambda self, model: not _is_ours(self) and has_mixed(self, model)
 
 
 def _report_after_training(trainer_class: Any) -> None:
@@ -52,7 +62,7 @@ def _report_after_training(trainer_class: Any) -> None:
     @functools.wraps(train)
     def train_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = train(self, *args, **kwargs)
-        engine = engine_of(self.model)
+        engine = engine_of(self.model) if _is_ours(self) else None
         if engine is not None:
             engine.flush()
             face.write_reports([engine])
@@ -66,7 +76,9 @@ def _count_one_device(arguments_class: Any) -> None:
     n_gpu = arguments_class.n_gpu
 
     def at_most_one(self: Any) -> int:
-        self._n_gpu = min(n_gpu.fget(self), 1)
-        return int(self._n_gpu)
+        num = int(n_gpu.fget(self))
+        if _tieroffload_hooks.enabled():
+            self._n_gpu = num = min(num, 1)
+        return num
 
     arguments_class.n_gpu = property(at_most_one, doc=n_gpu.__doc__)
