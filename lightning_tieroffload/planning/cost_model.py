@@ -126,7 +126,7 @@ OPTION_INDEX: Mapping[str, int] = {option.code: i for i, option in enumerate(OPT
 LANES = ("compute", "h2d", "d2h", "pcie", "read", "write", "disk", "cpu_update", "dram")
 """Resources with a rate. ``pcie`` is both directions together, ``disk`` reads and writes, ``dram`` all host traffic."""
 _TRANSFERS = ("h2d", "d2h", "read", "write", "cpu_update")
-_PREFIX_LANES = ("h2d", "read", "cpu_update", "dram")
+_PREFIX_LANES = ("h2d", "pcie", "read", "cpu_update", "dram")
 NUM_STAGED_UPDATES = 2
 
 

@@ -501,7 +501,7 @@ class _Walk:
         all_forward = sum(unit.forward_s for unit in self.units)
         all_backward = sum(self._backward_s(i) for i in range(n))
         left_forward, left_backward = all_forward, all_backward
-        done = dict.fromkeys(("h2d", "read", "cpu_update", "dram"), 0.0)
+        done = dict.fromkeys(("h2d", "pcie", "read", "cpu_update", "dram"), 0.0)
         for k, (unit, choice) in enumerate(zip(self.units, self.choices, strict=True)):
             outside = left_forward + (instance.num_micro_batches - 1) * (all_forward + all_backward)
             outside += all_backward if instance.clip else left_backward

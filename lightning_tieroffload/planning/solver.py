@@ -56,7 +56,7 @@ def solve(
     """One planner's plan for ``instance``, checked by ``check_plan``.
 
     ``"ilp"``: the cheapest plan (proven for a few units, for long models to within the recorded gap); when the time
-    limit strikes, the better of the incumbent and greedy's plan, with the gap. ``"brute"``: all combinations of few units.
+    limit strikes, the better of the incumbent and greedy's plan, with the gap. ``"brute"``: every combination.
     ``"greedy"``, ``"lifetime"``: the baselines; where one of them finds nothing that fits though something does, the
     ILP's plan is returned and ``plan.note`` says so. ``forecast=False`` leaves the simulator out.
 
@@ -79,23 +79,37 @@ def solve(
 def best_plan(instance: Instance, planner: str = "ilp", *, time_limit_s: float = DEFAULT_TIME_LIMIT_S) -> Plan:
     """The plan with the fastest simulated step among the planners' answers; raises as ``solve`` does.
 
-    With ``planner="ilp"`` the candidates are the ILP's plan at each prefetch distance, both baselines and every uniform
-    placement (all recomputed and offloaded, all kept, ...) that fits; other planners' answers are taken as they are.
+    With ``planner="ilp"`` the candidates are the ILP's plans at each prefetch distance and with all updates in one
+    place, both baselines and the best uniform placements (all recomputed and offloaded, all kept, ...) that fit; other
+    planners' answers are taken as they are.
     """
     if planner != "ilp":
         return solve(instance, planner, time_limit_s=time_limit_s)
     plans = [solve(instance, "ilp", time_limit_s=time_limit_s)]
-    for prefetch in instance.prefetch_units:
-        if prefetch != plans[0].prefetch_units:
-            fixed = dataclasses.replace(instance, prefetch_units=(prefetch,))
-            try:
-                plans.append(solve(fixed, "ilp", time_limit_s=time_limit_s))
-            except CapacityError:
-                continue
+    variants = [
+        dataclasses.replace(instance, prefetch_units=(prefetch,))
+        for prefetch in instance.prefetch_units
+        if prefetch != plans[0].prefetch_units
+    ]
+    # The cost model lets lanes overlap perfectly; where two of them share DRAM, one place alone can be faster.
+    if len(instance.update_places) > 1 and instance.options is None:
+        variants += [dataclasses.replace(instance, update_places=(place,)) for place in instance.update_places]
+    for variant in variants:
+        outcome_plan = _solve_ilp_or_none(variant, time_limit_s)
+        if outcome_plan is not None:
+            check_plan(instance, outcome_plan)
+            plans.append(with_forecast(instance, outcome_plan))
     for candidate in _baseline_candidates(instance):
         plan = _plan_from(instance, candidate, note=f"{candidate.planner} placement; its simulated step is the fastest")
         plans.append(with_forecast(instance, plan))
     return rank_plans(plans)[0]
+
+
+def _solve_ilp_or_none(instance: Instance, time_limit_s: float) -> Plan | None:
+    """The ILP's plan, or ``None`` if there is none; spends no time on finding the least budget."""
+    outcomes = _outcomes(instance, time_limit_s, None)
+    best = _cheapest(_candidate(instance, p, outcome.picks, "ilp") for p, outcome in outcomes.items())
+    return None if best is None else _plan_from(instance, best, mip_gap=_gap(best, outcomes))
 
 
 def value_of_more(
