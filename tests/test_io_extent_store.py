@@ -863,9 +863,6 @@ def test_two_processes_share_a_path(tmp_path: Path) -> None:
             cwd=REPO,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd=REPO,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
         )
         for _ in range(2)
     ]
