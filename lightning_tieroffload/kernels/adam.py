@@ -11,9 +11,9 @@ Owns the arithmetic and the host scalars, no memory and no thread.
 
 with scalars computed in float64 and rounded once. The last ``numel % 16`` elements of each torch tensor go through
 scalar code there that contracts v differently; here every element is treated alike, because a slice of a flat
-buffer must not show where it was cut. The for-loop and foreach forms give the same m and v; p within 1 ulp where |p| is at least 8
-steps, within 3 ulp of max(|p|, |step|) elsewhere (torch's vector sqrt is not correctly rounded, and addcdiv rounds in
-another order).
+buffer must not show where it was cut. The for-loop and foreach forms give the same m and v; p within 1 ulp where |p|
+is at least 8 steps, within 3 ulp of max(|p|, |step|) elsewhere (torch's vector sqrt is not correctly rounded, and
+addcdiv rounds in another order).
 """
 
 from __future__ import annotations
