@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine import offload_engine
-from lightning_tieroffload.engine.offload_engine import OffloadEngine
-from lightning_tieroffload.engine.unit_state import UnitState
+from lightning_tieroffload.engine.offload_engine import OffloadEngine, spec_nbytes
 from lightning_tieroffload.engine.units import find_units
 from lightning_tieroffload.errors import InfeasiblePlanError
 
@@ -127,7 +126,7 @@ def _short(value: Any) -> str:
 
 def unit_nbytes(model: nn.Module, units: Any = "auto") -> list[int]:
     """Device bytes of each unit, padding included."""
-    return [UnitState.laid_out_nbytes([p for _, p in u.params], CPU) for u in find_units(model, units).units]
+    return [spec_nbytes(spec, CPU) for spec in find_units(model, units).units]
 
 
 def starved(model: nn.Module, units: Any = "auto") -> int:

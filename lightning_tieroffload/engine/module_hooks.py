@@ -6,6 +6,8 @@ themselves out of the copied tables when the memo of that deepcopy dies, that is
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +38,7 @@ class _Frame:
 
 
 def _inert(*_: Any) -> None:
-    """What a copied or unpickled hook is: nothing."""
+    """What a copied hook is: nothing."""
 
 
 class _Cleaner:
@@ -72,7 +74,9 @@ class _Hook:
         return _inert
 
     def __reduce__(self) -> Any:
-        return "_inert"
+        # A pickled module must load where this package is not installed: sys.audit is the standard library's function
+        # that takes anything and does nothing.
+        return functools.partial, (sys.audit, "lightning_tieroffload.inert_hook")
 
 
 class ModuleHooks:

@@ -43,7 +43,7 @@ from lightning_tieroffload.engine.units import UnitSpec, find_units
 from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
-from lightning_tieroffload.sizes import format_nbytes
+from lightning_tieroffload.sizes import format_nbytes, round_up
 
 __all__ = ["OffloadEngine", "engine_of"]
 
@@ -188,6 +188,7 @@ class OffloadEngine:
                 "The whole model is compiled (torch.compile(model)), so its parameters cannot be moved while it runs. "
                 "Hand over the model as it was, and compile its layers instead: `for layer in layers: layer.compile()`."
             )
+        _refuse_unfinished(config)
         device = _compute_device(device)
         _refuse_spread(model, device)
         core = cls._core_for(config, device, sum(p.numel() * p.itemsize for p in model.parameters()))
@@ -292,7 +293,7 @@ class OffloadEngine:
         spanning_nbytes, largest_nbytes, largest_name = 0, 0, ""
         for spec in specs:
             params = [(name, p) for name, p in spec.params if managed_slot(p) is None]
-            nbytes = UnitState.laid_out_nbytes(params, _castable(spec), self.device)
+            nbytes = spec_nbytes(spec, self.device)
             grad_nbytes = max((p.numel() * p.itemsize for _, p in params if p.requires_grad), default=0)
             own = {id(m) for m in spec.owners}
             is_spanning = any(
@@ -313,15 +314,12 @@ class OffloadEngine:
                 tier="device",
                 least_budget_nbytes=least_nbytes,
             )
-        self._check_dram(
-            sum(2 * p.numel() * p.itemsize if p.requires_grad else p.numel() * p.itemsize
-                for spec in specs for _, p in spec.params if managed_slot(p) is None),
-            "parameters and gradients",
-        )  # fmt: skip
+        self._check_dram(sum(_dram_nbytes(spec, self.device) for spec in specs), "parameters and gradients")
 
     def _check_dram(self, more_nbytes: int, what: str) -> None:
         account = self.space.ledger[Tier.DRAM]
-        need_nbytes = self._dram_nbytes() + more_nbytes
+        running_nbytes = sum(unit.running_dram_nbytes() for unit in self.space.units)
+        need_nbytes = running_nbytes + self._state_nbytes() + more_nbytes
         if need_nbytes > account.budget_nbytes:
             raise InfeasiblePlanError(
                 f"dram_budget is {format_nbytes(account.budget_nbytes)} ({account.budget_nbytes} bytes), but {what} "
@@ -379,7 +377,7 @@ class OffloadEngine:
                 num_moments = 0  # not known: measured once it exists
             for p in group["params"]:
                 if managed_slot(p) is not None and p not in optimizer.state:
-                    total += num_moments * p.numel() * p.itemsize
+                    total += num_moments * p.numel() * p.itemsize + (4 if "betas" in group else 0)  # and the step
         return total
 
     # ------------------------------------------------------------------------------------------------- SlotOwner
@@ -624,6 +622,22 @@ class OffloadEngine:
 _CASTABLE_OWNERS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")  # the last is transformers' transposed Linear
 
 
+def spec_nbytes(spec: UnitSpec, device: torch.device) -> int:
+    """Device bytes of a unit's parameters, padding included."""
+    return UnitState.laid_out_nbytes(
+        [(name, p) for name, p in spec.params if managed_slot(p) is None], _castable(spec), device
+    )
+
+
+def _dram_nbytes(spec: UnitSpec, device: torch.device) -> int:
+    """Host bytes of a unit's homes and gradients, padding included."""
+    grads_nbytes = sum(
+        round_up(p.numel() * p.itemsize, 64) for _, p in spec.params if p.requires_grad and managed_slot(p) is None
+    )
+    kinds = {(p.dtype, name in _castable(spec)) for name, p in spec.params}
+    return spec_nbytes(spec, device) + 64 * len(kinds) + grads_nbytes
+
+
 def _castable(spec: UnitSpec) -> frozenset[str]:
     """Names of fp32 parameters of the unit that exactly one module of a class that only casts and multiplies owns."""
     owners: dict[int, list[nn.Module]] = {}
@@ -639,6 +653,27 @@ def _castable(spec: UnitSpec) -> frozenset[str]:
         and type(owners[id(p)][0]).__name__ in _CASTABLE_OWNERS
         and type(owners[id(p)][0]).__module__.startswith(("torch.nn", "transformers"))
     )
+
+
+_FINISHED = {
+    "activations": ("auto", "keep"),
+    "update_on": ("auto", "cpu"),
+    "state_dtype": ("fp32",),
+    "master_weights": ("as_given",),
+    "plan_file": (None,),
+    "nvme_paths": ((),),
+}
+
+
+def _refuse_unfinished(config: TierOffloadConfig) -> None:
+    """A setting that would be ignored is an error: it is not there yet."""
+    for key, allowed in _FINISHED.items():
+        value = getattr(config, key)
+        if value not in allowed:
+            raise UnsupportedError(
+                f"{key}={value!r} is not supported by this version (it takes "
+                f"{' or '.join(repr(each) for each in allowed)}). Leave {key} out."
+            )
 
 
 def _compute_device(device: torch.device | None) -> torch.device:

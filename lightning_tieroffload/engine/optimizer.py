@@ -239,7 +239,8 @@ class TierOptimizer:
         raw = getattr(self, "_optimizer", self)
         state = dict(raw.__getstate__())
         state["state"] = defaultdict(dict, {p: _snapshot(entry) for p, entry in raw.state.items()})
-        return copyreg.__newobj__, (raw._tieroffload_user_class,), state  # type: ignore[attr-defined]
+        # Not copyreg.__newobj__: pickle insists that its class is the very one that the object wears.
+        return copyreg._reconstructor, (raw._tieroffload_user_class, object, None), state  # type: ignore[attr-defined]
 
 
 def _snapshot(value: Any) -> Any:

@@ -114,11 +114,8 @@ class Part:
         self.nbytes = self._lay_out()
         self.name = f"{unit.name} ({str(dtype).removeprefix('torch.')})" if form is Form.WIRE else unit.name
         self.shard = f"{unit.index}/{unit.name}:param:{form.value}:{dtype}:{castable}"
-        with torch.inference_mode(False):
-            self.flat = torch.empty(self.nbytes // dtype.itemsize, dtype=dtype, device=self.device)
-        self.storage = self.flat.untyped_storage()
-        self.key = self.storage._cdata
         self._num_own_refs = 0
+        self._new_storage()
         self.home_arena: PinnedArena | None = None
         self.home_flat: torch.Tensor | None = None  # None where the homes are split, or cast at each upload
         # residency; under the residency lock
@@ -129,6 +126,20 @@ class Part:
         self.versions = [0] * len(slots)  # p._version when last known to be what the newest copy says
         self.upload: CopyTicket = LANDED
         self.download: CopyTicket = LANDED
+
+    def _new_storage(self) -> None:
+        with torch.inference_mode(False):
+            self.flat = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        self.storage = self.flat.untyped_storage()
+        self.key = self.storage._cdata
+
+    def renew_storage(self) -> None:
+        """Leave the storage to whoever made it unresizable and take a fresh, released one."""
+        self._new_storage()
+        if self.form is Form.FULL:
+            for index, slot in enumerate(self.slots):
+                set_raw_data(slot.param, self.device_view(index))
+        self.seal()
 
     def _lay_out(self) -> int:
         alignment, offset_nbytes = align_nbytes(self.device), 0
@@ -273,6 +284,12 @@ class UnitState:
     @property
     def grad_nbytes(self) -> int:
         return sum(s.nbytes for s in self.slots if s.param.requires_grad)
+
+    def running_dram_nbytes(self) -> int:
+        """Host bytes of homes and gradients once every gradient has been down."""
+        mapped_nbytes = sum(round_up(grad.nbytes, _GRAIN_NBYTES) for (_, dtype), grad in self._host_grads.items())
+        grads_nbytes = sum(round_up(s.nbytes, _GRAIN_NBYTES) for s in self.slots if s.param.requires_grad)
+        return self.dram_nbytes() - mapped_nbytes + max(grads_nbytes, mapped_nbytes)
 
     @staticmethod
     def laid_out_nbytes(params: list[tuple[str, nn.Parameter]], castable: frozenset[str], device: torch.device) -> int:
