@@ -143,6 +143,11 @@ class _Managed(nn.Parameter):
         slot = self._tieroffload_slot
         slot.owner.write_grad(slot, None)
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        # torch prints the class's name unless it is nn.Parameter itself.
+        values = self._tieroffload_slot.owner.snapshot(self._tieroffload_slot).to(self.device)
+        return repr(nn.Parameter(values, requires_grad=self.requires_grad))
+
     def __hash__(self) -> int:
         return id(self)
 
