@@ -1,11 +1,11 @@
 """One training function, run plain and under the engine, compared bit by bit after each step.
 
-A *loop* is ``loop(model, optimizers, look)``: it trains, and calls ``look(loss=…, norm=…)`` after each step with what it
-would log. ``look`` also takes down every parameter, buffer, optimizer-state tensor, hyper-parameter and the state of the
-global random generators. Bit patterns are compared, so NaN and -0.0 count, and so do dtypes and shapes.
+A *loop* is ``loop(model, optimizers, look)``: it trains, and calls ``look(loss=…, norm=…)`` after each step with what
+it would log. ``look`` also takes down every parameter, buffer, optimizer-state tensor, hyper-parameter and the state of
+the global random generators. Bit patterns are compared, so NaN and -0.0 count, and so do dtypes and shapes.
 
-The slow store: ``debug="poison"`` fills memory with NaN before reuse; ``debug="delays"`` puts every copy and every update
-off until somebody waits for it, in a seeded order. Both are virtual: nothing sleeps.
+The slow store: ``debug="poison"`` fills memory with NaN before reuse; ``debug="delays"`` puts every copy and every
+update off until somebody waits for it, in a seeded order. Both are virtual: nothing sleeps.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def adamw(make: Any, **settings: Any) -> Any:
 
 
 def test_mod_03_outputs_that_are_not_plain_tensors() -> None:
-    """MOD-03: dict, dataclass, namedtuple, generator-made list, None: exact, nothing above the budget after backward."""
+    """MOD-03: dict, dataclass, namedtuple, generator-made list, None: exact, and nothing is above the budget after."""
 
     def loop(model: Any, optimizer: Any, look: Any) -> None:
         for x in batches(3, 4, 16):
@@ -123,10 +123,11 @@ def test_mod_04_first_layers_are_released() -> None:
             if engine is not None:
                 assert engine.space.ledger[Tier.DEVICE].used_nbytes <= engine.space.ledger[Tier.DEVICE].budget_nbytes
                 assert engine.gradients.leased_nbytes() == 0
-                assert all(unit.num_leases == 0 and unit.num_windows == 0 for unit in engine.units)
+                assert all(unit.num_windows == 0 for unit in engine.units)
                 with engine.space.lock:  # nothing but room keeps a unit there
                     engine.space.make_room(engine.space.ledger[Tier.DEVICE].budget_nbytes, keep=None, what="all")
-                assert not any(unit.is_resident for unit in engine.units)
+                parts = [part for unit in engine.units for part in unit.parts]
+                assert not any(part.is_resident or part.num_leases for part in parts)
             optimizer.step()
             optimizer.zero_grad()
             look(loss=loss)
@@ -548,7 +549,7 @@ def test_mod_18_whole_model_compile_is_one_clear_error(how: str) -> None:
 
 
 def test_mod_19_parameters_are_never_taken_for_activations() -> None:
-    """MOD-19: what reaches an outer pair of saved-tensor hooks (an activation offload) never shares a weight's storage."""
+    """MOD-19: what reaches outer saved-tensor hooks (an activation offload) never shares a weight's storage."""
     packed: list[Any] = []
 
     def pack(tensor: torch.Tensor) -> Any:
