@@ -1,4 +1,4 @@
-"""Floor 5. What is on the device: fetches, evictions, prefetches, leases, budgets. The one writer of residency.
+"""Floor 6. What is on the device: fetches, evictions, prefetches, leases, budgets. The one writer of residency.
 
 One ``DeviceSpace`` serves every engine of a process on one device, so that a policy and a reference model share one
 budget. It decides with the predicted order of uses (a hint) and acts through ``Streams``. Every public method takes the
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_tieroffload.concepts import D2H, H2D, Ticket, Tier
+from lightning_tieroffload.engine.activations import ActivationStore
 from lightning_tieroffload.engine.order import Phase, UseOrder
 from lightning_tieroffload.engine.params import AutocastParameter, ComputeParameter, PagedParameter, ParamSlot
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket, Pairs, Streams, make_streams
@@ -77,6 +78,20 @@ class DeviceSpace:
     @property
     def lock(self) -> Any:
         return self.table.lock
+
+    def make_activation_store(self, is_excluded: Callable[[int], bool]) -> ActivationStore:
+        """A store for saved activations that copies with this space's streams."""
+
+        def on_moved(kind: str, nbytes: int) -> None:
+            self.moved_nbytes[kind] += nbytes
+
+        return ActivationStore(
+            self._streams,
+            pin=self.device.type == "cuda",
+            is_excluded=is_excluded,
+            on_moved=on_moved,
+            poison=self.poison,
+        )
 
     def add_stall(self, kind: str, seconds: float) -> None:
         self.stall_s[kind] += seconds
@@ -374,10 +389,11 @@ class DeviceSpace:
             self._evict(victim)
             if account.headroom_nbytes >= nbytes:
                 return True
-        if must and keep is not None:
-            for part in keep.parts:  # the other form of the very unit
-                if part.is_resident and not self._is_held(part):
-                    self._evict(part)
+        for part in keep.parts if keep is not None else ():  # the other form of the very unit
+            if part.is_resident and not self._is_held(part):
+                self._evict(part)
+                if account.headroom_nbytes >= nbytes:
+                    return True
         # Tensors that user code holds (p.data, views) keep their parts here, and so does one call of user code over the
         # parameters of several units: those bytes are the user's.
         for unit in self.units:

@@ -1,4 +1,4 @@
-"""Floor 7. Gradients: off the device as they are born, true wherever they are, in torch's own order and rounding.
+"""Floor 8. Gradients: off the device as they are born, true wherever they are, in torch's own order and rounding.
 
 Owns the ``GradRecord`` of every parameter. See [Note: gradient places].
 

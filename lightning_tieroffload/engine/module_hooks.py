@@ -1,4 +1,4 @@
-"""Floor 8. Hooks on the user's modules: open a compute window before forward, close it after. Leave no trace.
+"""Floor 9. Hooks on the user's modules: open a compute window before forward, close it after. Leave no trace.
 
 [Note: hook-free copies] ``deepcopy`` of a module copies its hook tables. Our hooks copy as inert ones, which take
 themselves out of the copied tables when the memo of that deepcopy dies, that is when the whole copy is done.
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_tieroffload.engine.activations import ActivationStore
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.order import Phase
@@ -82,9 +83,16 @@ class _Hook:
 class ModuleHooks:
     """The windows of one engine's modules, and the brackets around their ``state_dict``."""
 
-    def __init__(self, space: DeviceSpace, gradients: Gradients, watch: Callable[[UnitState], None]) -> None:
+    def __init__(
+        self,
+        space: DeviceSpace,
+        gradients: Gradients,
+        watch: Callable[[UnitState], None],
+        activations: ActivationStore | None,
+    ) -> None:
         self._space = space
         self._gradients = gradients
+        self._activations = activations
         self._watch = watch  # called when a unit opens with gradients on: registers what is missing
         self._local = threading.local()
         self._handles: list[RemovableHandle] = []
@@ -114,7 +122,7 @@ class ModuleHooks:
         if has_grad:
             for unit in units:
                 self._watch(unit)
-            frame.has_pushed = push_hooks(self._space, self._gradients.on_unpack)
+            frame.has_pushed = push_hooks(self._space, self._gradients.on_unpack, self._activations)
 
     def leave(self, module: nn.Module, units: Sequence[UnitState]) -> None:
         frames = self._frames()

@@ -1,4 +1,4 @@
-"""Floor 9. The engine: one model under management. Composition root, and what the faces call.
+"""Floor 10. The engine: one model under management. Composition root, and what the faces call.
 
 Owns nothing but the wiring: units (``units``), what is on the device (``device_space``), gradients (``gradients``),
 updates (``optimizer``), hooks (``module_hooks``). Reading order: concepts, residency, this file, then the part at hand.
@@ -77,6 +77,12 @@ class _Core:
         )
         self.wire = Wire(self.space)
         self.gradients = Gradients(self.space, self.wire)
+        self.kept_storages: set[int] = set()  # of buffers and unmanaged parameters
+        self.activations = (
+            self.space.make_activation_store(self.kept_storages.__contains__)
+            if config.activations == "offload"
+            else None
+        )
         # The NVMe lanes come beside this one: the scheduler takes any number of lanes.
         self.scheduler = Scheduler(
             [LaneSpec(name=_UPDATE_LANE, concurrency=1)], timeout_s=config.io_timeout_s, debug_seed=delays
@@ -103,6 +109,8 @@ class _Core:
     def close(self) -> None:
         self.updates.close()
         self.space.close()
+        if self.activations is not None:
+            self.activations.close()
         self.scheduler.close()
 
 
@@ -163,7 +171,7 @@ class OffloadEngine:
         self._moved_buffers: list[tuple[weakref.ref[nn.Module], str, torch.device]] = []
         self._grad_handles: dict[ParamSlot, Any] = {}
         self._unmanaged: list[tuple[str, str, int]] = []
-        self._hooks = ModuleHooks(core.space, core.gradients, self._watch_unit)
+        self._hooks = ModuleHooks(core.space, core.gradients, self._watch_unit, core.activations)
 
     # ------------------------------------------------------------------------------------------------- attach
     @classmethod
@@ -229,7 +237,9 @@ class OffloadEngine:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self.device:
                     self._moved_buffers.append((weakref.ref(module), name, buffer.device))
-                    module._buffers[name] = buffer.to(self.device)
+                    module._buffers[name] = buffer = buffer.to(self.device)
+                if buffer is not None and buffer.layout == torch.strided:
+                    self.core.kept_storages.add(buffer.untyped_storage()._cdata)
             self._hooks.bracket_state_dict(module, self._snapshots.clear)
         self._hook_modules(wrapper_of)
 
@@ -387,7 +397,7 @@ class OffloadEngine:
             for slot in slots:
                 slot.is_mixed = True
                 slot.owner._watch(slot)  # type: ignore[attr-defined]
-        pushed = grad_mode and push_hooks(self.space, self.gradients.on_unpack)
+        pushed = grad_mode and push_hooks(self.space, self.gradients.on_unpack, self.core.activations)
         try:
             return self.space.touch(parts, call)
         finally:
@@ -541,7 +551,12 @@ class OffloadEngine:
 
     # ------------------------------------------------------------------------------------------------- reports
     def _dram_nbytes(self) -> int:
-        return sum(unit.dram_nbytes() for unit in self.space.units) + self._state_nbytes()
+        activations = self.core.activations
+        return (
+            sum(unit.dram_nbytes() for unit in self.space.units)
+            + self._state_nbytes()
+            + (activations.leased_nbytes if activations is not None else 0)
+        )
 
     def _state_nbytes(self) -> int:
         total = 0
@@ -605,7 +620,7 @@ class OffloadEngine:
                     "grad_home": "dram" if unit.grad_nbytes else None,
                     "state_home": "dram" if unit.grad_nbytes else None,
                     "update_on": "cpu" if unit.grad_nbytes else None,
-                    "activations": "keep",
+                    "activations": "offload" if self.core.activations is not None else "keep",
                 }
                 for unit in self.units
             ],
@@ -656,7 +671,7 @@ def _castable(spec: UnitSpec) -> frozenset[str]:
 
 
 _FINISHED = {
-    "activations": ("auto", "keep"),
+    "activations": ("auto", "keep", "offload"),
     "update_on": ("auto", "cpu"),
     "state_dtype": ("fp32",),
     "master_weights": ("as_given",),

@@ -1,4 +1,4 @@
-"""Floor 8. The user's optimizer object: same object, same groups, another class; and the updates it orders.
+"""Floor 9. The user's optimizer object: same object, same groups, another class; and the updates it orders.
 
 Owns the class put on an adopted optimizer, its ``state`` mapping, and ``Updates``: what ``step()`` does. The arithmetic
 is torch's own class on host tensors of the parameters' true shapes, or a one-pass kernel of ``kernels/``.

@@ -1,4 +1,4 @@
-"""Floor 6. Saved-tensor hooks: how backward gets a unit's parameters back, whatever the module returned.
+"""Floor 7. Saved-tensor hooks: how backward gets a unit's parameters back, whatever the module returned.
 
 [Note: saved views] While a unit computes, every tensor that autograd saves goes through ``SavedHooks.pack``. One that
 shares a unit's storage is replaced by a description (shape, stride, offset, version): it holds no memory and keeps
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_tieroffload.engine.activations import ActivationStore, Offloaded, version_error
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.unit_state import Part
@@ -65,11 +66,7 @@ def _version(p: torch.Tensor) -> int:
 
 def _check_version(name: str, tensor: torch.Tensor, saved: int, current: int) -> None:
     if saved != current:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{name} {list(tensor.shape)}] is at version {current}; expected version {saved} instead. Hint: a step, "
-            "load or in-place edit between forward and backward changes what backward needs."
-        )
+        raise version_error(name, tensor.shape, saved, current)
 
 
 class SavedHooks:
@@ -80,10 +77,12 @@ class SavedHooks:
         space: DeviceSpace,
         on_unpack: Callable[[Part], None],
         outer: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None,
+        activations: ActivationStore | None = None,
     ) -> None:
         self._by_storage = space.by_storage
         self._on_unpack = on_unpack
         self._outer = outer
+        self._activations = activations
 
     def pack(self, tensor: torch.Tensor) -> Any:
         try:
@@ -95,6 +94,10 @@ class SavedHooks:
             return _SavedView(part, part.slot_at(offset), tensor)
         if self._outer is not None:
             return _Outer(self._outer[0](tensor), self._outer[1])
+        if self._activations is not None:
+            offloaded = self._activations.pack(tensor)
+            if offloaded is not None:
+                return offloaded
         return _Kept(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -102,13 +105,17 @@ class SavedHooks:
             self._on_unpack(packed.part)
             _check_version(packed.slot.name, packed.slot.param, packed.version, _version(packed.slot.param))
             return packed.make()
+        if type(packed) is Offloaded and self._activations is not None:
+            return self._activations.unpack(packed)
         if type(packed) is _Outer:
             return packed.unpack(packed.packed)  # type: ignore[no-any-return]
         _check_version("a saved tensor", packed.tensor, packed.version, packed.tensor._version)
         return packed.tensor  # type: ignore[no-any-return]
 
 
-def push_hooks(space: DeviceSpace, on_unpack: Callable[[Part], None]) -> bool:
+def push_hooks(
+    space: DeviceSpace, on_unpack: Callable[[Part], None], activations: ActivationStore | None = None
+) -> bool:
     """Make ours the innermost hooks of this thread. False where they are already, or where hooks are forbidden."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return False
@@ -117,7 +124,7 @@ def push_hooks(space: DeviceSpace, on_unpack: Callable[[Part], None]) -> bool:
         owner = getattr(top[0], "__self__", None)
         if isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage:
             return False
-    hooks = SavedHooks(space, on_unpack, top)
+    hooks = SavedHooks(space, on_unpack, top, activations)
     torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)  # type: ignore[attr-defined]
     return True
 

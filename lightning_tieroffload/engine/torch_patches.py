@@ -1,4 +1,4 @@
-"""Floor 8. Functions of torch that would hold every gradient twice, wrapped while an engine is attached.
+"""Floor 9. Functions of torch that would hold every gradient twice, wrapped while an engine is attached.
 
 ``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_`` of ``torch.nn.utils``, ``nn.Module.zero_grad``
 and ``GradScaler._unscale_grads_``. Without managed parameters among the arguments the original runs, untouched; with

@@ -1,4 +1,4 @@
-"""Floor 6. Wire precision: weights travel in the 16 bits in which autocast uses them.
+"""Floor 7. Wire precision: weights travel in the 16 bits in which autocast uses them.
 
 [Note: wire precision] Under 16-bit autocast a Linear's fp32 weight is cast before use, and its gradient leaves the
 matmul in 16 bits. If every use of the weight is that cast, the weight may travel as 16 bits both ways: the matmul gets
