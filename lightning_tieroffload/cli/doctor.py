@@ -1,4 +1,4 @@
-"""Floor 7. `tieroffload doctor`: what is usable on this machine, and what to do about the rest.
+"""Floor 8. `tieroffload doctor`: what is usable on this machine, and what to do about the rest.
 
 Owns looking, and wording what was found. Needs nothing beyond the standard library to start: each check imports what
 it looks at by itself, and one that cannot is a finding, not a crash. Leaves nothing behind but a compiled kernel where

@@ -1,4 +1,4 @@
-"""Floor 7. `tieroffload report`: a run report, read from disk and shown as tables."""
+"""Floor 8. `tieroffload report`: a run report, read from disk and shown as tables."""
 
 from __future__ import annotations
 
