@@ -11,12 +11,13 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_DEMO := $(VENV)/.installed-demo
 
-.PHONY: demo test check bench clean help
+.PHONY: demo test check bench readme clean help
 
 help:
 	@echo "make demo   train a real language model with most of its state off the device (3 minutes on two cores)"
 	@echo "make test   the tests; PYTEST_ARGS='-k units' for some of them, '-m slow' for the slow ones"
 	@echo "make check  the whole gate: ruff, mypy --strict, tests"
+	@echo "make readme renew the file tree in README.md"
 	@echo "make bench  measure this machine and the library's parts on it"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -51,6 +52,10 @@ bench: $(INSTALLED)
 	$(RUN) -m lightning_tieroffload bench io
 	$(RUN) -m lightning_tieroffload bench train
 	$(RUN) -m pytest -q tests/benchmarks --benchmark-only -m ''
+
+# The file tree at the end of README.md, from the first sentence of each file.
+readme:
+	$(PYTHON) docs/file_tree.py
 
 clean:
 	rm -rf $(VENV) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -42,7 +42,7 @@ def first_sentence(path: Path) -> str:
     else:
         comment = [line.lstrip("# ").rstrip() for line in text.splitlines()[:3] if line.startswith("#")]
         paragraph = " ".join(comment)
-    sentence = re.split(r"(?<=[a-z0-9)`\"'…])[.:;] ", paragraph + " ")[0].strip().rstrip(".")
+    sentence = re.split(r"(?<=[a-z0-9)`\"'…])[.;] ", paragraph + " ")[0].strip().rstrip(".:")
     return sentence
 
 

@@ -1,4 +1,4 @@
-"""A small GPT over bytes in plain PyTorch, for the examples: 3.3 M parameters, a laptop trains it."""
+"""A small GPT over bytes in plain PyTorch, for the examples: 3.4 M parameters, a laptop trains it."""
 
 from __future__ import annotations
 
