@@ -1,0 +1,272 @@
+"""Floor 12. `tieroffload bench train`: training steps of a Llama shape, offloaded and resident, one JSON line each.
+
+Each run is a process of its own, so that neither sees the other's memory. Wall clock over the whole timed window,
+ending when the last update has landed; data are made beforehand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import typer
+
+from lightning_tieroffload.cli.options import SETTINGS_HELP, refuse_rest, take_settings
+from lightning_tieroffload.config import TierOffloadConfig
+from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape
+from lightning_tieroffload.sizes import parse_nbytes
+
+__all__ = ["bench_train", "run_job"]
+
+FACES = ("plain", "lightning", "accelerate", "resident")
+
+
+def bench_train(
+    ctx: typer.Context,
+    size: str = typer.Option("tiny", help=f"One of {', '.join(LLAMA_SIZES)}."),
+    batch: int = typer.Option(8, help="Sequences a micro-batch."),
+    seq: int = typer.Option(2048, help="Tokens a sequence."),
+    steps: int = typer.Option(20, help="Timed steps."),
+    warmup: int = typer.Option(5, help="Steps before the timed ones."),
+    grad_accum: int = typer.Option(1, help="Micro-batches a step."),
+    clip: float = typer.Option(1.0, help="Largest gradient norm; 0 switches clipping off."),
+    face: str = typer.Option("plain", help=f"One of {', '.join(FACES)}."),
+    amp: str = typer.Option("bf16-mixed", help="bf16-mixed or 32."),
+    cap: str = typer.Option("", help="Most device memory that the process may allocate, e.g. 24GiB."),
+    against: str = typer.Option("", help="'resident' runs the same job without offloading too."),
+    seed: int = typer.Option(0, help="Seed of weights and data."),
+    as_json: bool = typer.Option(False, "--json", help="Only the JSON lines."),
+) -> None:
+    """Measure training steps of a Llama shape with random weights."""
+    config, rest = take_settings(list(ctx.args))
+    refuse_rest(rest)
+    if (
+        size not in LLAMA_SIZES
+        or face not in FACES
+        or amp not in ("bf16-mixed", "32")
+        or against not in ("", "resident")
+    ):
+        raise ConfigError(
+            f"--size is one of {', '.join(LLAMA_SIZES)}, --face one of {', '.join(FACES)}, --amp bf16-mixed or 32, "
+            "--against resident."
+        )
+    job: dict[str, Any] = {
+        "size": size, "batch": batch, "seq": seq, "steps": steps, "warmup": warmup, "grad_accum": grad_accum,
+        "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed, "config": config.to_json(),
+    }  # fmt: skip
+    ours = _in_a_process(job)
+    if against == "resident":
+        resident = _in_a_process({**job, "face": "resident", "cap": ""})
+        print(json.dumps(resident))
+        ours["frac_of_resident"] = ours["tokens_per_s"] / resident["tokens_per_s"]
+        pairs = zip(ours["losses"], resident["losses"], strict=True)
+        ours["largest_relative_loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
+    print(json.dumps(ours))
+    if not as_json:
+        text = f"{ours['tokens_per_s']:.0f} tokens/s, {ours['step_s']['median']:.3f} s a step"
+        if "frac_of_resident" in ours:
+            text += f", {100 * ours['frac_of_resident']:.1f} % of resident"
+        print(text, file=sys.stderr)
+
+
+bench_train.__doc__ = f"{bench_train.__doc__} {SETTINGS_HELP}"
+
+
+def _in_a_process(job: dict[str, Any]) -> dict[str, Any]:
+    environment = dict(os.environ)
+    if job["face"] == "accelerate":  # what `accelerate launch --config_file` puts into the environment of a script
+        environment |= {"ACCELERATE_USE_TIEROFFLOAD": "true", "TIEROFFLOAD_CONFIG": job["config"]}
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_tieroffload.cli.bench_train", json.dumps(job)],
+        stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise ConfigError(f"the {job['face']} run failed with exit code {done.returncode}; its messages are above.")
+    return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+
+
+class _Timer:
+    """Wall clock of each step; the window from the end of the warm-up to when everything has landed."""
+
+    def __init__(self, device: torch.device, warmup: int) -> None:
+        self._device = device
+        self._warmup = warmup
+        self.marks_s: list[float] = []
+        self.losses: list[torch.Tensor] = []
+
+    def settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def step(self, loss: torch.Tensor, flush: Callable[[], None]) -> None:
+        self.losses.append(loss.detach())
+        if len(self.losses) == self._warmup:
+            flush()
+            self.settle()
+        self.marks_s.append(time.perf_counter())
+
+    def window_s(self, flush: Callable[[], None]) -> float:
+        flush()
+        self.settle()
+        return time.perf_counter() - self.marks_s[self._warmup - 1]
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Run one job in this process and give its figures. ``job`` is what ``bench_train`` makes."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and job["cap"]:
+        total_nbytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(parse_nbytes(job["cap"], key="cap") / total_nbytes)
+    size = LLAMA_SIZES[job["size"]]
+    start_s = time.perf_counter()
+    model = LlamaShape.with_random_weights(size, max_length=job["seq"], seed=job["seed"], device=device)
+    generator = torch.Generator().manual_seed(job["seed"] + 1)
+    num_steps = job["warmup"] + job["steps"]
+    data = torch.randint(
+        size.vocabulary, (num_steps * job["grad_accum"], job["batch"], job["seq"]), generator=generator
+    )
+    timer = _Timer(device, job["warmup"])
+    build_s = time.perf_counter() - start_s
+    runner = {"plain": _plain, "resident": _plain, "lightning": _lightning, "accelerate": _accelerate}[job["face"]]
+    window_s, report = runner(model, data, job, device, timer)
+    tokens = job["steps"] * job["grad_accum"] * job["batch"] * job["seq"]
+    laps_s = [b - a for a, b in zip(timer.marks_s[job["warmup"] - 1 :], timer.marks_s[job["warmup"] :], strict=False)]
+    figures: dict[str, Any] = {
+        "size": job["size"], "face": job["face"], "num_parameters": model.num_parameters(), "batch": job["batch"],
+        "seq": job["seq"], "grad_accum": job["grad_accum"], "clip": job["clip"], "amp": job["amp"], "cap": job["cap"],
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "build_s": build_s,
+        "window_s": window_s, "tokens_per_s": tokens / window_s, "tflop_per_s": 6 * model.num_parameters() * tokens
+        / window_s / 1e12, "step_s": {"median": statistics.median(laps_s), "all": laps_s},
+        "losses": [float(loss) for loss in timer.losses],
+        "host_peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "report": report,
+    }  # fmt: skip
+    if device.type == "cuda":
+        figures["device_peak_nbytes"] = torch.cuda.max_memory_allocated(device)
+        figures["device_reserved_peak_nbytes"] = torch.cuda.max_memory_reserved(device)
+    return figures
+
+
+def _optimizer(model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _plain(
+    model: LlamaShape, data: torch.Tensor, job: dict[str, Any], device: torch.device, timer: _Timer
+) -> tuple[float, Any]:
+    flush: Callable[[], None] = lambda: None  # noqa: E731
+    engine = None
+    if job["face"] == "resident":
+        model.to(device)
+        optimizer = _optimizer(model, device)
+    else:
+        from lightning_tieroffload import engine_of
+        from lightning_tieroffload.strategies.plain import offload
+
+        config = TierOffloadConfig.from_mapping(json.loads(job["config"]))
+        model, optimizer = offload(model, _optimizer(model, device), **config.to_dict())
+        engine = engine_of(model)
+        if engine is not None:
+            flush = engine.flush
+    amp = job["amp"] == "bf16-mixed"
+    rows: Iterator[torch.Tensor] = iter(data)
+    for _ in range(job["warmup"] + job["steps"]):
+        for _ in range(job["grad_accum"]):
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                loss = model(next(rows).to(device, non_blocking=True))
+            (loss / job["grad_accum"]).backward()
+        if job["clip"]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job["clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+        timer.step(loss, flush)
+    window_s = timer.window_s(flush)
+    return window_s, engine.report() if engine is not None else None
+
+
+def _lightning(
+    model: LlamaShape, data: torch.Tensor, job: dict[str, Any], device: torch.device, timer: _Timer
+) -> tuple[float, Any]:
+    import lightning.pytorch as pl
+
+    from lightning_tieroffload import TierOffloadStrategy, engine_of
+
+    results: list[Any] = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.last: torch.Tensor
+
+        def training_step(self, ids: torch.Tensor, _: int) -> torch.Tensor:
+            self.last = self.model(ids)
+            return self.last
+
+        def configure_optimizers(self) -> Any:
+            return _optimizer(self.model, device)
+
+        def _flush(self) -> None:
+            engine = engine_of(self.model)
+            if engine is not None:
+                engine.flush()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if (len(timer.losses) + 1) * job["grad_accum"] <= self.trainer.fit_loop.total_batch_idx + 1:
+                timer.step(self.last, self._flush)
+
+        def on_train_end(self) -> None:
+            engine = engine_of(self.model)
+            results.append(timer.window_s(self._flush))
+            results.append(engine.report() if engine is not None else None)
+
+    config = TierOffloadConfig.from_mapping(json.loads(job["config"]))
+    trainer = pl.Trainer(
+        max_steps=job["warmup"] + job["steps"], accelerator="gpu" if device.type == "cuda" else "cpu", devices=1,
+        precision=job["amp"], gradient_clip_val=job["clip"] or None, accumulate_grad_batches=job["grad_accum"],
+        strategy=TierOffloadStrategy(**config.to_dict()), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=None))
+    return results[0], results[1]
+
+
+def _accelerate(
+    model: LlamaShape, data: torch.Tensor, job: dict[str, Any], device: torch.device, timer: _Timer
+) -> tuple[float, Any]:
+    from accelerate import Accelerator
+
+    import lightning_tieroffload
+
+    accelerator = Accelerator(
+        mixed_precision="bf16" if job["amp"] == "bf16-mixed" else "no", gradient_accumulation_steps=job["grad_accum"]
+    )
+    loader = torch.utils.data.DataLoader(data, batch_size=None)
+    model, optimizer, loader = accelerator.prepare(model, _optimizer(model, device), loader)
+    engine = lightning_tieroffload.engine_of(model)
+    if engine is None:
+        raise ConfigError("Accelerator.prepare did not attach the engine.")
+    for ids in loader:
+        with accelerator.accumulate(model):
+            loss = model(ids)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and job["clip"]:
+                accelerator.clip_grad_norm_(model.parameters(), job["clip"])
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            timer.step(loss, engine.flush)
+    return timer.window_s(engine.flush), engine.report()
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_job(json.loads(sys.argv[1]))))
