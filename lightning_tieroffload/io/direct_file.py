@@ -1,4 +1,4 @@
-"""Floor 2. One file, read and written at positions, past the page cache where the file system allows it.
+"""Floor 1. One file, read and written at positions, past the page cache where the file system allows it.
 
 Owns the descriptor and everything that is odd about direct I/O: alignment, tails, short transfers, limits per call,
 refusals. Does not know extents or checksums. All calls go through ``os.open``, ``os.preadv`` and ``os.pwritev``, looked

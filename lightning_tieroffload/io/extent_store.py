@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
@@ -514,10 +514,20 @@ class WriteVersion:
                 f"{self._stored.name} piece {index} has {piece.extent.nbytes} bytes, {len(memory)} were given"
             )
         place.checksums[index] = xxhash.xxh3_64_intdigest(memory) if self._store.verify_reads else None
-        state = self._store._paths[piece.path_index]
-        written_nbytes = state.file.write(memory, piece.extent.offset_nbytes, shard=self._stored.name, pad_tail=True)
+        file = self._store._paths[piece.path_index].file
+        offset = piece.extent.offset_nbytes
+        self._count(index, file.write(memory, offset, shard=self._stored.name, pad_tail=True))
+
+    def write_piece_with(self, index: int, write: Callable[[], None]) -> None:
+        """Have ``write`` put the piece's bytes into its extent by other means. It then has no checksum."""
+        place = self._stored.places[self._target]
+        place.checksums[index] = None
+        write()
+        self._count(index, place.pieces[index].extent.nbytes)
+
+    def _count(self, index: int, written_nbytes: int) -> None:
         with self._store._lock:
-            state.written_nbytes += written_nbytes
+            self._store._paths[self.pieces[index].path_index].written_nbytes += written_nbytes
             self._missing.discard(index)
 
     def commit(self) -> None:

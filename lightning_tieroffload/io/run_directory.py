@@ -1,4 +1,4 @@
-"""Floor 3. A private, locked directory under a path on flash: made, listed, reclaimed after a dead run, removed.
+"""Floor 2. A private, locked directory under a path on flash: made, listed, reclaimed after a dead run, removed.
 
 Owns the directory's name, its lock and its manifest. Everything here is scratch: nothing in it is worth anything to
 another run, so a directory whose owner is dead is deleted, and only files that its manifest lists.
