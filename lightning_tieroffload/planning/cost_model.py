@@ -24,10 +24,11 @@ over all points. DRAM: homes, gradients going down, offloaded activations, the h
 parameter that the CPU updates, and twice the largest unit's bytes on the way to or from flash. NVME: homes.
 
 [Note: seconds of a step]
-step = max(T0 + T1, prefix rows, chain rows) + overlap_loss_frac * (seconds of all transfers and CPU updates), where
-T0 and T1 are the largest lane's seconds in phases 0 (with phase 2 if ``clip``) and 1; without ``clip`` also every
-lane's total is a bound, phase 2 included. Source: DESIGN, "the floor": every lane is a lower bound, terms overlap, PCIe
-traffic counts against DRAM too, both PCIe directions together are slower than twice one, a disk's mixed rate too.
+step = max(T0 + T1, prefix rows, chain rows) + overlap_loss_frac * (seconds of all transfers) + update_loss_frac *
+(seconds of CPU updates), where T0 and T1 are the largest lane's seconds in phases 0 (with phase 2 if ``clip``) and 1;
+without ``clip`` also every lane's total is a bound, phase 2 included. Source: DESIGN, "the floor": every lane is a lower
+bound, terms overlap, PCIe traffic counts against DRAM too, both PCIe directions together are slower than twice one, a
+disk's mixed rate too.
 Prefix rows: the updates of units 0..k, and fetching their parameters, must fit between the gradients' arrival and the
 forward of k: step >= (compute outside that window) + (lane's seconds for units 0..k). Chain rows: the same for one
 unit's own sequence of gradient down, state in, update, parameter up. Stalls, added to compute: what a fetch takes
@@ -125,7 +126,7 @@ OPTION_INDEX: Mapping[str, int] = {option.code: i for i, option in enumerate(OPT
 
 LANES = ("compute", "h2d", "d2h", "pcie", "read", "write", "disk", "cpu_update", "dram")
 """Resources with a rate. ``pcie`` is both directions together, ``disk`` reads and writes, ``dram`` all host traffic."""
-_TRANSFERS = ("h2d", "d2h", "read", "write", "cpu_update")
+_TRANSFERS = ("h2d", "d2h", "read", "write")
 _PREFIX_LANES = ("h2d", "pcie", "read", "cpu_update", "dram")
 NUM_STAGED_UPDATES = 2
 
@@ -451,9 +452,9 @@ class CostTables:
             for i in range(3)
         ]
         self.sec: F64 = np.array([[rows[lane][phase] for phase in range(3)] for lane in LANES])
-        self.loss_s: F64 = machine.overlap_loss_frac * sum(
-            self.sec[LANES.index(lane)].sum(axis=0) for lane in _TRANSFERS
-        )
+        lane_s = {lane: self.sec[i].sum(axis=0) for i, lane in enumerate(LANES)}
+        self.loss_s: F64 = machine.update_loss_frac * lane_s["cpu_update"]
+        self.loss_s += machine.overlap_loss_frac * sum(lane_s[lane] for lane in _TRANSFERS)
         self.backward_s: F64 = backward[:, None] + rerun
         self.forward_s: F64 = forward
         up = np.where(self._p_away > 0, fetch, param / machine.h2d_bytes_per_s) * self._trained

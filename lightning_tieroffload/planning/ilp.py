@@ -4,9 +4,9 @@ Owns the translation of ``CostTables`` to rows and columns, and what the solver'
 baseline and naming the least budget are ``solver.py``'s.
 
 [Note: exact and long models]
-With at most ``MAX_EXACT_OPTIONS`` options in all (undominated ones, summed over the units) each unit has its own
-binaries and the programme is the cost model exactly. Beyond that branching takes minutes, while the linear relaxation
-takes milliseconds and is within about one per cent of the optimum; so it is solved first, each unit keeps the options
+Up to ``MAX_EXACT_UNITS`` units, or ``MAX_EXACT_OPTIONS`` undominated options in all, each unit has its own binaries and
+the programme is the cost model exactly. Beyond that branching takes minutes, while the linear relaxation takes
+milliseconds and is within about one per cent of the optimum; so it is solved first, each unit keeps the options
 that it uses and the few with the least reduced cost, and only those are branched on, for so many nodes. What is left
 unproven is the distance to the relaxation's bound.
 
@@ -45,7 +45,8 @@ from lightning_tieroffload.planning.profile import UnitProfile
 
 __all__ = ["MAX_EXACT_OPTIONS", "Outcome", "OutcomeKind", "solve_programme"]
 
-MAX_EXACT_OPTIONS = 256
+MAX_EXACT_UNITS = 3
+MAX_EXACT_OPTIONS = 100
 MAX_SINGLE_UNITS = 8
 _LEADING_PIECES = (1, 1, 2)
 _NUM_EVEN_PIECES = 4
@@ -116,7 +117,7 @@ def _segments(tables: CostTables) -> tuple[list[_Segment], bool]:
     units, n = tables.instance.units, tables.num_units
     needed = tables.needed()
     options = [tuple(int(o) for o in np.flatnonzero(needed[i])) for i in range(n)]
-    is_exact = int(needed.sum()) <= MAX_EXACT_OPTIONS
+    is_exact = n <= MAX_EXACT_UNITS or int(needed.sum()) <= MAX_EXACT_OPTIONS
     if n <= MAX_SINGLE_UNITS or is_exact:
         return [_Segment(i, i, (_Group((i,), options[i]),)) for i in range(n)], is_exact
     keys = [(_profile_key(unit), tables.allowed[i].tobytes()) for i, unit in enumerate(units)]

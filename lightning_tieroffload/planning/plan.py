@@ -521,5 +521,6 @@ class _Walk:
             left_forward -= unit.forward_s
             left_backward -= self._backward_s(k)
         step_s, name = max(bounds, key=lambda bound: bound[0])
-        leak = sum(sum(phase[lane]) for lane in ("h2d", "d2h", "read", "write", "cpu_update"))
-        return step_s + machine.overlap_loss_frac * leak, name, {lane: sum(phase[lane]) for lane in lanes}
+        leak = machine.overlap_loss_frac * sum(sum(phase[lane]) for lane in ("h2d", "d2h", "read", "write"))
+        leak += machine.update_loss_frac * sum(phase["cpu_update"])
+        return step_s + leak, name, {lane: sum(phase[lane]) for lane in lanes}

@@ -126,8 +126,11 @@ class MachineProfile:
     cpu_update_bytes_per_numel: float = 28.0
     """DRAM traffic of one CPU update: 16-bit gradient, fp32 weight and moments in; fp32 and 16-bit copies out."""
     overlap_loss_frac: float = 0.02
-    """Share of a hidden transfer's or CPU update's seconds that shows up in the step all the same (contention for
-    memory, launch gaps). Streaming 26 of 28 layers, 0.2 s of copies, cost the prototype less than 0.005 s."""
+    """Share of a hidden transfer's seconds that shows up in the step all the same (contention for memory, launch
+    gaps). Streaming 26 of 28 layers, 0.2 s of copies, cost the prototype less than 0.005 s."""
+    update_loss_frac: float = 0.05
+    """The same for CPU updates, whose threads also compete with the one that launches kernels. The prototype without a
+    clip lost 0.12 s to 0.75 s of hidden updates and 0.2 s of copies; some of it is the first units' wait."""
     allocator_slack_frac: float = 0.03
     """Device memory that the allocator loses to rounding and fragments, as a share of what is asked of it."""
     device_memory_nbytes: int = 139 * 1024**3

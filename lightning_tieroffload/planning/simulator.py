@@ -7,7 +7,7 @@ step in its steady state, what it is bound by, stalls by lane) and the ranking o
 A job alone runs at its lane's rate. Jobs that run at once slow each other down where they share something: both PCIe
 directions, reads and writes of one disk, all DRAM traffic, and compute with updates on the device. Each such resource
 divides its capacity in proportion to what its jobs would use alone; a job runs at the lowest of its shares. On top,
-each running transfer or CPU update takes ``overlap_loss_frac`` off compute's rate.
+running transfers and CPU updates slow compute by ``overlap_loss_frac`` each and ``update_loss_frac``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = ["Span", "StepForecast", "rank_plans", "simulate", "simulate_jobs", "w
 
 _NUM_STEPS = 3
 _STAGING = 2
+_TRANSFERS = (Lane.H2D, Lane.D2H, Lane.READ, Lane.WRITE)
 _STALL_SHARE = 0.03
 """Below this share of the step, stalls are not worth naming: the step is bound by compute."""
 
@@ -137,9 +138,10 @@ class _Clock:
             disk = min(1.0, machine.disk_bytes_per_s / (machine.read_bytes_per_s + machine.write_bytes_per_s))
         if Lane.COMPUTE in running and Lane.DEVICE_UPDATE in running:
             device = 0.5
-        num_transfers = sum(lane not in (Lane.COMPUTE, Lane.DEVICE_UPDATE) for lane in running)
+        loss = machine.overlap_loss_frac * sum(lane in _TRANSFERS for lane in running)
+        loss += machine.update_loss_frac * (Lane.CPU_UPDATE in running)
         own = {
-            Lane.COMPUTE: device / (1.0 + machine.overlap_loss_frac * num_transfers),
+            Lane.COMPUTE: device / (1.0 + loss),
             Lane.DEVICE_UPDATE: device,
             Lane.H2D: pcie,
             Lane.D2H: pcie,

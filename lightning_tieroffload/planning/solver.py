@@ -361,6 +361,7 @@ def random_instance(seed: int, num_units: int, *, num_options: int | None = None
         cpu_update_numel_per_s=rng.uniform(0.5e9, 5e9),
         device_update_numel_per_s=rng.uniform(20e9, 150e9),
         overlap_loss_frac=rng.uniform(0.005, 0.05),
+        update_loss_frac=rng.uniform(0.005, 0.05),
         allocator_slack_frac=rng.choice([0.0, 0.03]),
     )
     huge = 1 << 50
