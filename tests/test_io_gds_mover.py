@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -43,15 +44,13 @@ class CuFile:
     def pread(self, part: torch.Tensor, nbytes: int, offset: int) -> Future:
         if self.fail:
             raise OSError(5, "made to fail")
-        self.file.seek(offset)
-        part.numpy()[:] = memoryview(self.file.read(nbytes))
+        part.numpy()[:] = memoryview(os.pread(self.file.fileno(), nbytes, offset))
         return Future(nbytes - self.short)
 
     def pwrite(self, part: torch.Tensor, nbytes: int, offset: int) -> Future:
         if self.fail:
             raise OSError(5, "made to fail")
-        self.file.seek(offset)
-        self.file.write(part.numpy().tobytes())
+        os.pwrite(self.file.fileno(), part.numpy().tobytes(), offset)
         return Future(nbytes - self.short)
 
     def close(self) -> None:
