@@ -165,7 +165,7 @@ class Gradients:
     # ------------------------------------------------------------------------------------------------- p.grad
     def read(self, slot: ParamSlot) -> torch.Tensor | None:
         """``p.grad``: what the plain run would show. Brings a DRAM gradient to the device, where it then stays."""
-        with self._space.lock:
+        with self._space.lock, torch.inference_mode(False), torch.no_grad():
             unit: UnitState = slot.unit
             record = unit.grads[slot.index]
             fresh = raw_grad(slot.param)

@@ -152,16 +152,22 @@ class TierState(defaultdict):  # type: ignore[type-arg]
 
 
 class _CloneState(defaultdict):  # type: ignore[type-arg]
-    """A clone's ``state``: host parameters as keys, the very per-parameter dicts of the user's optimizer as values."""
+    """A clone's ``state``: its own parameters as keys, the very per-parameter dicts of the user's optimizer as values.
 
-    def __init__(self, real: dict[Any, Any], original_of: dict[Any, Any]) -> None:
+    Args:
+        real: the user's optimizer's state.
+        params: what the clone updates: host parameters, and parameters that no engine manages.
+        original_of: host parameter to the managed one.
+    """
+
+    def __init__(self, real: dict[Any, Any], params: Iterable[Any], original_of: dict[Any, Any]) -> None:
         super().__init__(dict)
         self._real = real
         self._original_of = original_of
-        for host, original in original_of.items():
-            entry = dict.get(real, original)
+        for p in params:
+            entry = dict.get(real, original_of.get(p, p))
             if entry is not None:
-                dict.__setitem__(self, host, entry)
+                dict.__setitem__(self, p, entry)
 
     def __missing__(self, key: Any) -> Any:
         entry: dict[Any, Any] = {}
@@ -320,7 +326,8 @@ def _clone(raw: Optimizer, cls: type, groups: list[dict[str, Any]], hosts: dict[
         if name in raw.__dict__:
             clone.__dict__[name] = OrderedDict()
     clone.param_groups = groups
-    clone.state = _CloneState(raw.state, {host: original for original, host in hosts.items()})
+    params = [p for group in groups for p in group["params"]]
+    clone.state = _CloneState(raw.state, params, {host: original for original, host in hosts.items()})
     return clone
 
 
