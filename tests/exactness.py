@@ -295,17 +295,26 @@ def run(
     model, optimizers = build()
     params = list(model.parameters())
     look = Look(model, optimizers, variant, num_expected)
+    with one_thread():
+        try:
+            look.attach(**settings)
+            assert all(a is b for a, b in zip(params, model.parameters(), strict=True)), "a parameter was replaced"
+            loop(model, optimizers, look)
+            look.finish()
+        finally:
+            look.close()
+    return look.recording
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: a second thread only waits. The number of threads is part of what plain and ours must share."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: a second thread only waits
+    torch.set_num_threads(1)
     try:
-        look.attach(**settings)
-        assert all(a is b for a, b in zip(params, model.parameters(), strict=True)), "a parameter was replaced"
-        loop(model, optimizers, look)
-        look.finish()
+        yield
     finally:
         torch.set_num_threads(num_threads)
-        look.close()
-    return look.recording
 
 
 def assert_within_budget(engine: OffloadEngine) -> None:
