@@ -349,8 +349,8 @@ def _report_study(study: Study, as_json: bool) -> None:
     )
     _print_table(
         (
-            "variant", "fits", "recompute", "peak/die", "lowered", "DRAM used", "borrowed", "global cost s", "gap to LP",
-            "tokens/s", "link peak", "mean",
+            "variant", "fits", "recompute", "peak/die", "lowered", "DRAM used", "borrowed", "global cost s",
+            "gap to LP", "tokens/s", "link peak", "mean",
         ),
         [
             (

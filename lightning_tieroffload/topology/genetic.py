@@ -251,6 +251,30 @@ def _shuffled(n):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _rearrange(positions, a, b, kind, num_stages):  # type: ignore[no-untyped-def]
+    """Stages a and b trade positions (kind 0 and 1, or b has no stage); reverse from a to b (2); move a to b (3).
+
+    Two stages that trade places break four neighbourhoods of the pipeline, the other two kinds break two or three:
+    without them chains of stages with heavy pipeline traffic stay in local optima.
+    """
+    if kind < 2 or b >= num_stages:
+        positions[a], positions[b] = positions[b], positions[a]
+    elif kind == 2:
+        low, high = min(a, b), max(a, b)
+        while low < high:
+            positions[low], positions[high] = positions[high], positions[low]
+            low += 1
+            high -= 1
+    else:
+        moved = positions[a]
+        step = 1 if b > a else -1
+        while a != b:
+            positions[a] = positions[a + step]
+            a += step
+        positions[b] = moved
+
+
+@compiled
 def _evolve(  # type: ignore[no-untyped-def]
     distance, capacity, stage_nbytes, stage_s, bit_stage, bit_saved, bit_extra, pipe_nbytes, link_bytes_per_s,
     start_positions, seed, population, mutation_rate, elite_frac, tournament, num_generations, stall_generations,
@@ -273,6 +297,7 @@ def _evolve(  # type: ignore[no-untyped-def]
     flow = np.empty((num_sites, num_sites))
     history = np.empty(num_generations)
     num_elite = max(1, int(elite_frac * population))
+    kept = np.empty(population, np.int64)
     num_evaluations = 0
     best_bits = bits[0].copy()
     best_positions = start_positions.copy()
@@ -286,8 +311,10 @@ def _evolve(  # type: ignore[no-untyped-def]
         for k in range(population):
             positions[k] = start_positions
             pairs[k] = -1
+            # Individuals differ in *how much* they recompute: at even odds nobody would start near "little".
+            density = np.random.random()
             for r in range(num_bits):
-                bits[k, r] = move_bits and (k == 1 or (k > 1 and np.random.random() < 0.5))
+                bits[k, r] = move_bits and (k == 1 or (k > 1 and np.random.random() < density))
             if k > 1 and move_positions:
                 positions[k] = start_positions[_shuffled(num_sites)]
             if k > 1 and move_pairs:
@@ -317,9 +344,18 @@ def _evolve(  # type: ignore[no-untyped-def]
             generation += 1
             if quiet >= stall_generations:
                 break
+            # The elite are the best *different* ones: copies of one leader would fill it, and then the population.
+            num_kept = 0
+            for source in order:
+                if num_kept > 0 and fitness[source] <= fitness[kept[num_kept - 1]] * (1 + 1e-12):
+                    continue
+                kept[num_kept] = source
+                num_kept += 1
+                if num_kept == num_elite:
+                    break
             for k in range(population):
-                if k < num_elite:
-                    source = order[k]
+                if k < num_kept:
+                    source = kept[k]
                     next_bits[k] = bits[source]
                     next_positions[k] = positions[source]
                     next_pairs[k] = pairs[source]
@@ -349,30 +385,13 @@ def _evolve(  # type: ignore[no-untyped-def]
                         if np.random.random() < mutation_rate:
                             next_bits[k, np.random.randint(num_bits)] ^= True
                 if move_positions and num_sites > 1 and np.random.random() < max(mutation_rate, 0.5):
-                    a = np.random.randint(num_stages)  # stages trade positions (or one moves to a site without a stage)
-                    b = np.random.randint(num_sites)
-                    draw = np.random.random()
-                    if draw < 0.5 or b >= num_stages:
-                        next_positions[k, a], next_positions[k, b] = next_positions[k, b], next_positions[k, a]
-                    else:
-                        # Two stages that trade places break four neighbourhoods of the pipeline. Reversing the stages
-                        # between them, or moving one to the other's place, breaks two or three: without these, chains
-                        # of stages with heavy pipeline traffic stay in local optima.
-                        if draw < 0.75 and a > b:
-                            a, b = b, a
-                        if a <= b:
-                            moved = next_positions[k, a]
-                            if draw < 0.75:
-                                next_positions[k, a : b + 1] = next_positions[k, a : b + 1][::-1].copy()
-                            else:
-                                for i in range(a, b):
-                                    next_positions[k, i] = next_positions[k, i + 1]
-                                next_positions[k, b] = moved
-                        else:
-                            moved = next_positions[k, a]
-                            for i in range(a, b, -1):
-                                next_positions[k, i] = next_positions[k, i - 1]
-                            next_positions[k, b] = moved
+                    _rearrange(
+                        next_positions[k],
+                        np.random.randint(num_stages),
+                        np.random.randint(num_sites),
+                        np.random.randint(4),
+                        num_stages,
+                    )
                 if move_pairs:
                     if np.random.random() < 0.5:  # cross pairs
                         for i in range(num_stages):

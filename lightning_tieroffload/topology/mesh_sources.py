@@ -113,9 +113,10 @@ class _Reader:
         self._link_from: list[_Origin] = []
 
     def fail(self, table: str, row: int, field: str, message: str) -> ConfigError:
-        line = self._lines.get(
-            (table, row, field), self._lines.get((table, row, ""), self._lines.get((table, 0, ""), 1))
-        )
+        places = [(table, row, field), (table, row, ""), (table, 0, "")]
+        if not table:
+            places[1:1] = [(field, 0, "")]  # a table of that name
+        line = next((self._lines[place] for place in places if place in self._lines), 1)
         where = f"{table}[{row}].{field}" if table in ("site", "link") else f"{table}.{field}" if table else field
         return ConfigError(f"{self._file_name}:{line}: {where}: {message}")
 
@@ -139,7 +140,12 @@ class _Reader:
             )
             self._sites.append(site)
             self._site_from.append(_Origin("site", row))
-        names = {site.name: number for number, site in enumerate(self._sites)}
+        names: dict[str, int] = {}
+        for number, site in enumerate(self._sites):
+            if site.name in names:  # said here, as links refer to names
+                origin = self._site_from[number]
+                raise self.fail(origin.table, origin.row, "name", f"{site.name!r} is the name of another site as well.")
+            names[site.name] = number
         for row, table in enumerate(self._rows("link")):
             self._check_keys("link", row, table)
             ends = []
