@@ -356,8 +356,8 @@ def test_ckp_10_ordinary_file(tmp_path: Path) -> None:
         folder = tmp_path / str(ours)
         checkpoint = ModelCheckpoint(folder, monitor="val_loss_0", save_top_k=2, save_last=True, every_n_epochs=1)
         _, made, _ = fit(
-            Module, lambda: (loader(3), [loader(1, seed=3)]), ours=ours, callbacks=lambda checkpoint=checkpoint: [checkpoint],
-            max_epochs=3, enable_checkpointing=True,
+            Module, lambda: (loader(3), [loader(1, seed=3)]), ours=ours, max_epochs=3, enable_checkpointing=True,
+            callbacks=lambda checkpoint=checkpoint: [checkpoint],
         )  # fmt: skip
         last = torch.load(checkpoint.last_model_path, weights_only=True)
         best = Module.load_from_checkpoint(checkpoint.best_model_path)
