@@ -154,7 +154,7 @@ class _Placement:
         """Whether DRAM and NVME would stay inside their budgets with that choice."""
         trial = self.picks.copy()
         trial[unit] = option
-        _, dram, nvme = self.tables.bytes_of(np.array([trial]))
+        dram, nvme = self.tables.host_bytes_of(np.array([trial]))
         return bool(dram[0] <= self.instance.dram_budget_nbytes and nvme[0] <= self.instance.nvme_budget_nbytes)
 
     def fits(self) -> bool:

@@ -26,9 +26,9 @@ parameter that the CPU updates, and twice the largest unit's bytes on the way to
 [Note: seconds of a step]
 step = max(T0 + T1, prefix rows, chain rows) + overlap_loss_frac * (seconds of all transfers) + update_loss_frac *
 (seconds of CPU updates), where T0 and T1 are the largest lane's seconds in phases 0 (with phase 2 if ``clip``) and 1;
-without ``clip`` also every lane's total is a bound, phase 2 included. Source: DESIGN, "the floor": every lane is a lower
-bound, terms overlap, PCIe traffic counts against DRAM too, both PCIe directions together are slower than twice one, a
-disk's mixed rate too.
+without ``clip`` also every lane's total is a bound, phase 2 included. Source: DESIGN, "the floor": every lane is a
+lower bound, terms overlap, PCIe traffic counts against DRAM too, both PCIe directions together are slower than twice
+one, a disk's mixed rate too.
 Prefix rows: the updates of units 0..k, and fetching their parameters, must fit between the gradients' arrival and the
 forward of k: step >= (compute outside that window) + (lane's seconds for units 0..k). Chain rows: the same for one
 unit's own sequence of gradient down, state in, update, parameter up. Stalls, added to compute: what a fetch takes
@@ -491,11 +491,15 @@ class CostTables:
 
     def bytes_of(self, picks: I64) -> tuple[F64, F64, F64]:
         """Peak bytes on (device, DRAM, NVME), each (assignments,)."""
-        pick = functools.partial(self._pick, picks=picks)
-        dram = self.instance.dram_fixed_nbytes + pick(self.dram).sum(axis=1) + pick(self.dram_stage).max(axis=1)
         points = self.device_points(picks).max(axis=1)
         slack = 1 + self.instance.machine.allocator_slack_frac
-        return (self.instance.device_fixed_nbytes + points) * slack, dram, pick(self.nvme).sum(axis=1)
+        return ((self.instance.device_fixed_nbytes + points) * slack, *self.host_bytes_of(picks))
+
+    def host_bytes_of(self, picks: I64) -> tuple[F64, F64]:
+        """Peak bytes on (DRAM, NVME), each (assignments,)."""
+        pick = functools.partial(self._pick, picks=picks)
+        dram = self.instance.dram_fixed_nbytes + pick(self.dram).sum(axis=1) + pick(self.dram_stage).max(axis=1)
+        return dram, pick(self.nvme).sum(axis=1)
 
     def device_points(self, picks: I64) -> F64:
         """(assignments, 2 units): device bytes at forward 0..n-1, then backward 0..n-1; no slack, nothing fixed."""

@@ -173,11 +173,18 @@ def _baseline_candidates(instance: Instance) -> list[_Candidate]:
 
 def _uniform_candidates(instance: Instance) -> list[_Candidate]:
     """The four cheapest uniform placements that fit, at each prefetch distance."""
-    found: list[_Candidate | None] = []
+    found: list[_Candidate] = []
+    same = list(baselines.uniform_assignments(instance))
     for prefetch in instance.prefetch_units:
-        same = [_candidate(instance, prefetch, p, "uniform") for p in baselines.uniform_assignments(instance)]
-        found += sorted((c for c in same if c is not None), key=lambda c: c.step_s)[:4]
-    return [candidate for candidate in found if candidate is not None]
+        tables = _tables(instance, prefetch)
+        picks = np.array(same, dtype=np.int64)
+        peaks = np.stack(tables.bytes_of(picks), axis=1)
+        picks = picks[(peaks <= [instance.budget_nbytes(tier) for tier in Tier]).all(axis=1)]
+        if len(picks):
+            step_s = tables.evaluate(picks).step_s
+            for row in np.argsort(step_s, kind="stable")[:4]:
+                found.append(_Candidate(tuple(picks[row].tolist()), prefetch, float(step_s[row]), "uniform"))
+    return found
 
 
 def _solve_brute(instance: Instance) -> Plan:
@@ -328,8 +335,8 @@ def _least_budget(instance: Instance, tier: Tier) -> int | None:
 
 def _is_feasible(instance: Instance) -> bool:
     """Whether ``solve`` finds a plan; takes the same way as ``_solve_ilp`` without asking for a good one."""
-    if instance.device_budget_nbytes <= 0:
-        return False
+    if _uniform_candidates(instance):
+        return True
     for prefetch in instance.prefetch_units:
         outcome = solve_programme(instance, prefetch, time_limit_s=_LEAST_TIME_LIMIT_S, mip_rel_gap=1.0)
         if _candidate(instance, prefetch, outcome.picks, "ilp") is not None:
