@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import mmap
 import os
@@ -445,3 +446,12 @@ def test_threads_on_disjoint_pages(file: DirectFile) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_sto_05_forgotten_file_gives_its_descriptor_back(tmp_path: Path) -> None:
+    file = DirectFile(tmp_path / "f")
+    fd = file.fileno()
+    del file
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

@@ -886,3 +886,45 @@ def test_when_all_cancelled_ends_with_what_runs() -> None:
         with pytest.raises(WorkCancelledError):
             whole.wait()
         scheduler.raise_pending_error()
+
+
+# --- long chains --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["success", "failure", "cancel", "close", "seeded"])
+def test_chains_of_thousands_end(way: str) -> None:
+    """No recursion over the length of a chain, whichever way its head ends."""
+    scheduler = Scheduler(
+        [LaneSpec(name="a"), LaneSpec(name="b")],
+        timeout_s=20,
+        debug_seed=1 if way == "seeded" else None,
+        debug_submit_run_frac=0.0,
+    )
+    gate = Gate()
+    if way == "seeded":
+        gate.open.set()
+    else:
+        scheduler.submit("a", gate, label="gate")
+
+    def head() -> None:
+        if way == "failure":
+            raise OSError("head")
+
+    tickets = [scheduler.submit("a", head, label="head", may_fail=True)]
+    for i in range(3000):
+        tickets.append(scheduler.submit("ab"[i % 2], int, label=str(i), after=tickets[-1:], may_fail=True))
+    whole = scheduler.when_all(tickets, label="whole", may_fail=True)
+    if way == "cancel":
+        assert scheduler.cancel(tickets[0])
+    if way == "close":
+        threading.Thread(target=lambda: (wait_until(lambda: scheduler.closed), gate.open.set())).start()
+        scheduler.close()
+    gate.open.set()
+    if way in ("success", "seeded"):
+        whole.wait()
+    else:
+        with pytest.raises((OSError, WorkCancelledError)):
+            whole.wait()
+    assert all(ticket.done() for ticket in tickets)
+    scheduler.raise_pending_error()
+    scheduler.close()

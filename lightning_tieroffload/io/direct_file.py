@@ -27,6 +27,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Literal
 
@@ -218,6 +219,8 @@ class DirectFile:
                 raise self._error("open", error, 0, 0, "") from error
             if self._fallback_reason is not None:
                 self._notice.give(self.path, self._fallback_reason)
+        self._close_fd = weakref.finalize(self, os.close, self._fd)  # for who forgets close()
+        self._close_fd.atexit = False
         if self._is_direct:
             align_nbytes = dio_align_nbytes(self.path)
             if align_nbytes is None:
@@ -349,7 +352,7 @@ class DirectFile:
             fd, self._fd = self._fd, -1
         if fd >= 0:
             try:
-                os.close(fd)
+                self._close_fd()
             except OSError as error:  # somebody closed our descriptor: it is gone, which is what was wanted
                 _log.debug("closing %s: %s", self.path, error)
         return True

@@ -233,6 +233,20 @@ class TransferTicket(Generic[T]):
         return self._value  # type: ignore[no-any-return]
 
     def _run_callbacks(self) -> None:
+        if not self._callbacks:
+            return
+        if _nesting.depth >= _MAX_NESTED_CALLBACKS:
+            _nesting.later.append(self)
+            return
+        _nesting.depth += 1
+        try:
+            self._call_back()
+            while _nesting.depth == 1 and _nesting.later:
+                _nesting.later.popleft()._call_back()
+        finally:
+            _nesting.depth -= 1
+
+    def _call_back(self) -> None:
         while True:
             try:
                 callback = self._callbacks.popleft()
@@ -242,6 +256,21 @@ class TransferTicket(Generic[T]):
                 callback(self)
             except BaseException as error:  # kept and raised in the training thread
                 self._core.record_error(error)
+
+
+class _Nesting(threading.local):
+    """How deep this thread is in callbacks that complete tickets whose callbacks complete tickets, and what waits.
+
+    One failed work at the head of a chain of thousands fails all of them: by recursion only down to a depth.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.later: collections.deque[TransferTicket[Any]] = collections.deque()
+
+
+_nesting = _Nesting()
+_MAX_NESTED_CALLBACKS = 40
 
 
 class _Parking:
@@ -736,8 +765,8 @@ class _Core:
             self._parked.discard(wake)
             try:
                 ticket._callbacks.remove(wake)
-            except ValueError:
-                pass  # it was called
+            except (ValueError, IndexError):
+                pass  # it was called, or others are being called right now; a late call does no harm
 
     def _timeout_message(self, ticket: TransferTicket[Any], waited_s: float) -> str:
         size = f" ({format_nbytes(ticket.nbytes)})" if ticket.nbytes else ""
