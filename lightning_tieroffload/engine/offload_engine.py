@@ -603,6 +603,7 @@ class OffloadEngine:
                 "forecast": {"step_s": None, "device_peak_nbytes": None, "bottleneck": None},
                 "plan": self.plan(),
                 "written_nbytes_by_path": {},
+                "lanes": self.core.scheduler.report(),
             }
 
     def plan(self) -> dict[str, Any]:

@@ -524,7 +524,7 @@ class Updates:
         states = {}
         for name in kernel.state_names:
             if entry.get(name) is None:
-                entry[name] = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32).zero_()
+                entry[name] = slot.unit.new_state(slot, name)
                 is_first = True
             states[name] = flat_numpy(entry[name])
         grad = source.grad

@@ -265,6 +265,7 @@ class UnitState:
         # gradients
         self.grads = [GradRecord() for _ in self.slots]
         self._host_grads: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._states: dict[tuple[int, str], torch.Tensor] = {}  # mapped, not asked for yet
         self.born: list[ParamSlot] = []  # gradients that autograd has finished but that have not left yet
 
     @property
@@ -284,6 +285,25 @@ class UnitState:
     @property
     def grad_nbytes(self) -> int:
         return sum(s.nbytes for s in self.slots if s.param.requires_grad)
+
+    def new_state(self, slot: ParamSlot, name: str) -> torch.Tensor:
+        """An fp32 tensor of the slot's shape and strides for optimizer state, its content undefined.
+
+        One mapping for all of the unit's tensors of that name: huge pages, and touched first by who fills it.
+        """
+        key = (slot.index, name)
+        state = self._states.pop(key, None)
+        if state is None:
+            wanted = [s for s in self.slots if s is slot or (s.param.requires_grad and s.dtype == slot.dtype)]
+            arena = PinnedArena(
+                sum(round_up(4 * s.numel, _GRAIN_NBYTES) for s in wanted), pin=False, label=f"{name} of {self.name}"
+            )
+            for s in wanted:
+                flat = arena.take(4 * s.numel).tensor(torch.float32, (s.numel,))
+                self._states[s.index, name] = flat.as_strided(s.shape, s.stride)
+            arena.close()  # the mapping lives as long as a tensor on it does
+            state = self._states.pop(key)
+        return state
 
     def running_dram_nbytes(self) -> int:
         """Host bytes of homes and gradients once every gradient has been down."""
@@ -397,6 +417,7 @@ class UnitState:
     def close(self) -> None:
         """Give the host memory back once nothing refers to it."""
         self._host_grads.clear()
+        self._states.clear()
         for slot in self.slots:
             slot.split = None
         for arena in self._arenas:
