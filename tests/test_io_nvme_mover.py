@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ from lightning_tieroffload.io.nvme_mover import NvmeMover
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler, TransferTicket, WorkCancelledError
 from lightning_tieroffload.memory.arena import PinnedArena
 from lightning_tieroffload.sizes import KiB, MiB
+
+REPO = Path(__file__).parents[1]
 
 
 def pattern(nbytes: int, seed: int = 0) -> bytes:
@@ -261,7 +265,7 @@ def test_con_01_nth_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_con_07_read_that_never_completes_names_shard_file_and_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path, timeout_s=0.2)
+    rig = Rig(tmp_path, timeout_s=1.5)
     rig.store.allocate("layers.7:exp_avg_sq", 1000)
     rig.mover.write("layers.7:exp_avg_sq", memoryview(bytes(1000))).wait()
     go_on = threading.Event()
@@ -389,3 +393,55 @@ def test_mem_09_threads_and_arena_stay_constant_over_many_steps(rig: Rig) -> Non
                 counts.add((threading.active_count(), arena.used_nbytes, len(os.listdir("/proc/self/fd"))))
     assert len(counts) == 1
     assert counts.pop()[1] == 0
+
+
+INTERRUPTED = """
+import os, random, signal, sys, time
+from lightning_tieroffload.io.extent_store import ExtentStore
+from lightning_tieroffload.io.nvme_mover import NvmeMover
+from lightning_tieroffload.io.scheduler import Scheduler
+
+path, tell = sys.argv[1], None
+
+def train():
+    real = os.pwritev
+    def slow(*args):
+        time.sleep(0.01)
+        return real(*args)
+    os.pwritev = slow
+    with ExtentStore([path], block_nbytes=16384) as store:
+        with Scheduler(NvmeMover.lane_specs(1), timeout_s=20) as scheduler:
+            mover = NvmeMover(scheduler, store)
+            store.reserve({str(i): 100_000 for i in range(8)})
+            memory = memoryview(bytearray(100_000))
+            os.write(tell, b"up")
+            while True:
+                for i in range(8):
+                    mover.write(str(i), memory)
+                scheduler.drain()
+
+rng = random.Random(1)
+for _ in range(12):
+    hear, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        sys.stderr = open(os.devnull, "w")
+        train()
+    os.read(hear, 2)
+    os.close(hear), os.close(tell)
+    time.sleep(rng.random() * 0.08)
+    started_s = time.monotonic()
+    os.kill(pid, signal.SIGINT)
+    ended = os.waitpid(pid, 0)[1]
+    assert os.waitstatus_to_exitcode(ended) in (-signal.SIGINT, 130, 1), ended
+    assert time.monotonic() - started_s < 5
+    assert os.listdir(path) == [], os.listdir(path)
+"""
+
+
+def test_con_04_interrupt_at_random_points_ends_in_order(tmp_path: Path) -> None:
+    """Ctrl-C during slow writes: out within seconds, every file gone."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)], cwd=REPO, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")

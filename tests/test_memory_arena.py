@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from lightning_tieroffload.errors import CapacityError, ResidencyError, TierOffloadError, UnsupportedError
 from lightning_tieroffload.memory import arena as arena_module
 from lightning_tieroffload.memory.arena import Block, PinnedArena
+from lightning_tieroffload.memory.free_runs import FreeRuns
 from lightning_tieroffload.sizes import KiB, MiB
 
 
@@ -398,3 +399,55 @@ def test_numpy_and_torch_see_the_same_bytes() -> None:
         block.numpy("float32")[:] = np.arange(100)
         assert torch.equal(block.tensor(torch.float32, (10, 10)), torch.arange(100.0).view(10, 10))
         del block
+
+
+def test_mem_11_ten_thousand_traces_of_the_free_list() -> None:
+    """No overlap, nothing lost: what is cut and what is free add up to the region, and all merges back into one run."""
+    for seed in range(10_000):
+        rng = random.Random(seed)
+        runs = FreeRuns(1000)
+        live: list[tuple[int, int]] = []
+        for _ in range(rng.randrange(1, 16)):
+            if live and rng.random() < 0.4:
+                runs.give(*live.pop(rng.randrange(len(live))))
+                continue
+            nbytes, align_nbytes = rng.randrange(1, 200), rng.choice([1, 8, 64])
+            start = (runs.cut if rng.random() < 0.5 else runs.cut_from_top)(nbytes, align_nbytes)
+            if start is None:
+                assert runs.longest_nbytes < nbytes + align_nbytes - 1
+                continue
+            assert start % align_nbytes == 0
+            assert start + nbytes <= 1000
+            assert all(start + nbytes <= other or other + length <= start for other, length in live)
+            live.append((start, nbytes))
+        assert runs.free_nbytes == 1000 - sum(length for _, length in live)
+        for one in live:
+            runs.give(*one)
+        assert runs.longest_nbytes == runs.free_nbytes == 1000
+
+
+GPT_TINY_LAYER = [32, 32, 32 * 96, 96, 32 * 32, 32, 32, 32, 32 * 128, 128, 128 * 32, 32]
+GPT_TINY_NUMELS = [97 * 32, 32 * 32, *GPT_TINY_LAYER, *GPT_TINY_LAYER, 32, 32]
+
+
+@pytest.mark.parametrize("order", ["as they come", "rising", "falling", "alternating"])
+@pytest.mark.parametrize("window", [2, 4, 6, 10])
+def test_mem_11_model_traces_fit_into_a_quarter_more_than_what_lives(order: str, window: int) -> None:
+    """A small GPT's parameters streamed forwards and backwards through a window, with odd tails, three steps."""
+    rising = sorted(GPT_TINY_NUMELS)
+    numels = {
+        "as they come": GPT_TINY_NUMELS,
+        "rising": rising,
+        "falling": rising[::-1],
+        "alternating": [numel for pair in zip(rising, rising[::-1], strict=True) for numel in pair],
+    }[order]
+    capacities = [-(-4 * numel // 64) * 64 for numel in numels]
+    walk = [*range(len(numels)), *reversed(range(len(numels)))] * 3
+    lives = [sum(capacities[i] for i in walk[at : at + window]) for at in range(len(walk))]
+    with PinnedArena(int(1.25 * max(lives)), pin=False) as arena:
+        held: list[Block] = []
+        for index in walk:
+            if len(held) == window:
+                held.pop(0).free()
+            held.append(arena.take(4 * numels[index]))
+        assert arena.peak_nbytes <= max(lives)

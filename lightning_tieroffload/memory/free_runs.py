@@ -46,6 +46,25 @@ class FreeRuns:
             index += 1
         return None
 
+    def cut_from_top(self, nbytes: int, align_nbytes: int) -> int | None:
+        """Like `cut`, but from the end of the highest run that holds it."""
+        chosen: tuple[int, int] | None = None
+        index = bisect.bisect_left(self._by_length, (nbytes, 0))
+        for run_nbytes, run_start in self._by_length[index:]:
+            start = (run_start + run_nbytes - nbytes) // align_nbytes * align_nbytes
+            if start >= run_start and (chosen is None or run_start > chosen[0]):
+                chosen = (run_start, start)
+        if chosen is None:
+            return None
+        run_start, start = chosen
+        run_end = run_start + self._remove(run_start)
+        if start > run_start:
+            self._add(run_start, start - run_start)
+        if start + nbytes < run_end:
+            self._add(start + nbytes, run_end - start - nbytes)
+        self.free_nbytes -= nbytes
+        return start
+
     def give(self, start: int, nbytes: int) -> None:
         """Make ``[start, start + nbytes)`` free, merged with its free neighbours. It must not be free already."""
         self.free_nbytes += nbytes
