@@ -81,7 +81,7 @@ def draw_history(path: str | Path, histories: dict[str, Sequence[float]], *, opt
     if optimum is not None:
         axis.axhline(optimum, color="black", linestyle="--", linewidth=1, label="true optimum")
     axis.set_xlabel("generation")
-    axis.set_ylabel("t_max * global cost (best so far)")
+    axis.set_ylabel("t_max * global cost, best so far")
     axis.set_xscale("log")
     axis.grid(alpha=0.3)
     axis.legend()
