@@ -211,7 +211,7 @@ class OffloadEngine:
 
     @staticmethod
     def _core_for(config: TierOffloadConfig, device: torch.device, adopted_nbytes: int) -> _Core:
-        if any(c.device == device and c.config == config for c in _cores):
+        if any(c.device == device and c.config == config and c.num_open > 0 for c in _cores):
             gc.collect()  # an engine whose model is gone must not count against the budget
         for core in list(_cores):
             if core.device == device and core.config == config and core.num_open > 0:
