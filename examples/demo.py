@@ -73,7 +73,7 @@ def fit(strategy: Any, model: torch.nn.Module, windows: torch.Tensor, options: a
         strategy=strategy,
         devices=1,
         max_steps=options.steps,
-        max_epochs=-1,
+        max_epochs=-(-options.steps * options.batch // options.windows),
         gradient_clip_val=1.0,
         callbacks=[watch],
         logger=False,

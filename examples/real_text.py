@@ -29,7 +29,9 @@ def gguf_folder() -> Path:
 def load_language_model(keep_in: Path) -> tuple[Any, Any]:
     """The model in fp32 and its tokenizer. Unpacking takes about 20 s, so the result is kept in `keep_in`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     if not (keep_in / "model.safetensors").exists():
         folder = gguf_folder()
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype=torch.float32)

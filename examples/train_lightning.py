@@ -68,9 +68,11 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(ByteModel(), ByteData())
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    print(f"loss {metrics['loss']:.9f}  val_loss {metrics['val_loss']:.9f}")
+    model, data = ByteModel(), ByteData()
+    trainer.fit(model, data)
+    loss = float(trainer.callback_metrics["loss"])
+    (metrics,) = trainer.validate(model, data, verbose=False)
+    print(f"loss {loss:.9f}  val_loss {metrics['val_loss']:.9f}")
 
 
 if __name__ == "__main__":
