@@ -11,6 +11,7 @@ import pytest
 
 from lightning_tieroffload.errors import ConfigError
 from lightning_tieroffload.topology import host as host_module
+from lightning_tieroffload.topology import placement
 from lightning_tieroffload.topology.allocator import regions_by_node
 from lightning_tieroffload.topology.host import (
     Gpu,
@@ -358,6 +359,55 @@ def test_less_than_a_page_and_unknown_node():
     assert bind_region(region.address + 1, 100, 0, host=host).reason == "less than a page"
     with pytest.raises(ConfigError, match="no NUMA node 9"):
         bind_region(region.address, region.nbytes, 9, host=host)
+
+
+# Placement of an arena and its workers
+
+
+def test_an_arena_goes_beside_its_gpu(tmp_path):
+    host = read_host(make_tree(tmp_path, **FOUR, gpus=[("0000:41:00.0", 2), ("0000:61:00.0", 3)]))
+    lent = int(32 * GIB * placement.LEND_FRAC) // placement.PIECE_NBYTES * placement.PIECE_NBYTES
+    assert placement.split_region(host, 2, 8 * GIB) == [(0, 8 * GIB, 2)]
+    # Three nodes' worth and a bit: own node, the two that are one hop away, then the far one.
+    pieces = placement.split_region(host, 2, 3 * lent + 5)
+    assert pieces == [(0, lent, 2), (lent, lent, 1), (2 * lent, lent, 3), (3 * lent, 5, 0)]
+    assert placement.split_region(host, 2, 200 * GIB) == []  # more than is free anywhere
+    assert placement.split_region(host, None, GIB) == []
+    assert placement.split_region(read_host(tmp_path / "empty"), 0, GIB) == []
+
+
+def test_arena_placer_binds_every_piece(tmp_path, monkeypatch):
+    host = read_host(make_tree(tmp_path, **TWO, gpus=[("0000:41:00.0", 0), ("0000:61:00.0", 1)]))
+    calls = []
+    monkeypatch.setattr(placement, "bind_region", lambda *call, host: calls.append(call))
+    lent = int(32 * GIB * placement.LEND_FRAC) // placement.PIECE_NBYTES * placement.PIECE_NBYTES
+    placement.arena_placer(0, "1", host=host)(4096, lent + 100)  # the process's GPU 0 is the second one
+    assert calls == [(4096, lent, 1), (4096 + lent, 100, 0)]
+    calls.clear()
+    assert placement.arena_placer(5, None, host=host)(4096, GIB) == []
+    assert placement.arena_placer(0, "", host=host)(4096, GIB) == []
+    assert calls == []
+
+
+def test_a_real_arena():
+    """On the machine of this test: nodes of our own making over real pages."""
+    _, host = live_two_nodes()
+    host = Host(host.nodes, host.distances, (Gpu("0000:01:00.0", 0),), ())
+    region = Region(32)
+    bound = placement.arena_placer(0, None, host=host)(region.address, region.nbytes)
+    assert [(binding.node, binding.nbytes) for binding in bound] == [(0, region.nbytes)]
+    assert bound[0].method in ("mbind", "first-touch")
+    region.map[:] = b"x" * region.nbytes
+
+
+def test_workers_run_beside_their_gpu_only_if_asked(tmp_path):
+    host = read_host(make_tree(tmp_path, **TWO, gpus=[("0000:41:00.0", 0), ("0000:61:00.0", 1)]))
+    mask = range(64)
+    assert placement.worker_cpus(0, "1", mask, asked=True, host=host) == {*range(16, 32), *range(48, 64)}
+    assert placement.worker_cpus(0, "1", {1, 17}, asked=True, host=host) == {17}
+    assert placement.worker_cpus(0, "1", {1}, asked=True, host=host) is None
+    assert placement.worker_cpus(0, "1", mask, asked=False, host=host) is None
+    assert placement.worker_cpus(9, None, mask, asked=True, host=host) is None
 
 
 def test_this_machine():
