@@ -17,6 +17,7 @@ from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.errors import UnsupportedError
 from lightning_tieroffload.strategies.fabric_strategy import strategy_class
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("lightning.fabric", "lightning_fabric")
 
 

@@ -21,6 +21,7 @@ import _tieroffload_hooks
 from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.strategies import accelerate_plugin, hf_trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 KEYS = (_tieroffload_hooks.ENABLED_KEY, _tieroffload_hooks.REQUIRED_KEY, _tieroffload_hooks.CONFIG_KEY)
 STARVED = {"device_budget": "128KiB", "optimizer_kernel": "torch"}
 

@@ -21,6 +21,7 @@ from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.errors import ConfigError, UnsupportedError
 from lightning_tieroffload.strategies.lightning_strategy import strategy_class
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("lightning.pytorch", "pytorch_lightning")
 
 

@@ -38,9 +38,11 @@ def samples(num: int = 48) -> torch.Tensor:
 
 
 def bits(value: Any) -> Any:
-    """The value with every tensor as its raw bytes, so that NaN equals NaN and -0.0 differs from 0.0."""
+    """The value with every tensor as its raw bytes, so that NaN equals NaN (whatever its payload) and not -0.0 0.0."""
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu().contiguous()
+        if tensor.is_floating_point():
+            tensor = tensor.masked_fill(tensor.isnan(), float("nan"))
         return tuple(tensor.shape), str(tensor.dtype), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}

@@ -146,6 +146,14 @@ def engine_of(obj: Any) -> OffloadEngine | None:
     return None
 
 
+def _on_born(p: torch.Tensor) -> None:
+    # A function without a closure: the collector cannot see through a hook in C++, so one that held the engine (which
+    # holds the parameter) would keep a dropped model's homes and threads for good.
+    slot = managed_slot(p)
+    if slot is not None:
+        slot.owner.gradients.on_born(slot)  # type: ignore[attr-defined]
+
+
 class OffloadEngine:
     """One model under management. Made by ``attach``; undone by ``close``.
 
@@ -342,9 +350,7 @@ class OffloadEngine:
     # ------------------------------------------------------------------------------------------------- gradients
     def _watch(self, slot: ParamSlot) -> None:
         if slot not in self._grad_handles and slot.param.requires_grad:
-            self._grad_handles[slot] = slot.param.register_post_accumulate_grad_hook(
-                lambda _, slot=slot: self.gradients.on_born(slot)
-            )
+            self._grad_handles[slot] = slot.param.register_post_accumulate_grad_hook(_on_born)
 
     def _watch_unit(self, unit: UnitState) -> None:
         """A parameter may have been unfrozen since."""
