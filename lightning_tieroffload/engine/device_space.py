@@ -566,11 +566,21 @@ class DeviceSpace:
             return result
 
     def reset(self) -> None:
-        """After an exception: no window is open and no lease is held any more. Values are kept."""
+        """After an exception: no window is open and no lease is held any more. Values are kept.
+
+        Ctrl-C may have struck between any two statements, so what is counted is counted again. Gradients and other
+        users of the ledger have let go before.
+        """
         with self.lock:
+            self._touched = []
+            used_nbytes = 0
             for unit in self.units:
                 unit.num_windows = 0
                 for part in unit.parts:
                     part.num_leases = 0
+                    part.is_resident = part.storage.nbytes() >= part.nbytes > 0
+                    part.charged_nbytes = min(part.charged_nbytes, part.nbytes) if part.is_resident else 0
+                    used_nbytes += part.charged_nbytes
                 for slot in unit.slots:
                     slot.param.__class__ = PagedParameter
+            self.ledger[Tier.DEVICE].used_nbytes = used_nbytes

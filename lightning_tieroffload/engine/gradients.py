@@ -121,18 +121,18 @@ class Gradients:
                 self._open.remove(unit)
 
     def _settle_unit(self, unit: UnitState) -> None:
-        born, unit.born = unit.born, []
-        for slot in born:
-            self._discharge(slot.nbytes)
+        while unit.born:
+            slot = unit.born[0]  # stays listed, and charged, until it is dealt with: sending it may fail
             record = unit.grads[slot.index]
             grad = raw_grad(slot.param)
-            if grad is None or record.touched:
-                continue  # user code took it in a hook of its own
-            if not fits_host(slot, grad):
-                record.place, record.touched = GradPlace.LIVE, True
-                continue
-            self._send_down(slot, record, grad)
-            set_raw_grad(slot.param, None)
+            if grad is not None and not record.touched:  # else user code took it in a hook of its own
+                if fits_host(slot, grad):
+                    self._send_down(slot, record, grad)
+                    set_raw_grad(slot.param, None)
+                else:
+                    record.place, record.touched = GradPlace.LIVE, True
+            del unit.born[0]
+            self._discharge(slot.nbytes)
 
     def _send_down(self, slot: ParamSlot, record: GradRecord, grad: torch.Tensor) -> None:
         unit: UnitState = slot.unit
@@ -320,7 +320,14 @@ class Gradients:
         """After an exception: gradients that have not left stay in autograd's field, where plain would have them."""
         with self._space.lock:
             self._tasks.clear()
-            self.settle_all()
+            for unit in self._open:
+                for slot in unit.born:
+                    record = unit.grads[slot.index]
+                    if record.place is GradPlace.NONE and raw_grad(slot.param) is not None:
+                        record.place, record.touched = GradPlace.LIVE, True
+                unit.born.clear()
+            self._open.clear()
+            self._discharge(self.charged_nbytes)
 
     def leased_nbytes(self) -> int:
         return self.charged_nbytes

@@ -9,6 +9,7 @@ one budget: a policy and its reference model do not each take all of it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import statistics
@@ -106,12 +107,17 @@ class _Core:
             ticket.wait()
         return ticket
 
+    def has_failed(self) -> bool:
+        """Whether background work failed: engines that are attached from now on share another core."""
+        return self.scheduler.failed
+
     def close(self) -> None:
-        self.updates.close()
-        self.space.close()
-        if self.activations is not None:
-            self.activations.close()
-        self.scheduler.close()
+        with contextlib.ExitStack() as stack:  # last in, first out; one that raises does not keep the others from it
+            stack.callback(self.scheduler.close)
+            if self.activations is not None:
+                stack.callback(self.activations.close)
+            stack.callback(self.space.close)
+            stack.callback(self.updates.close)
 
 
 def _find_kernel(cls: type, group: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -222,7 +228,7 @@ class OffloadEngine:
         if any(c.device == device and c.config == config and c.num_open > 0 for c in _cores):
             gc.collect()  # an engine whose model is gone must not count against the budget
         for core in list(_cores):
-            if core.device == device and core.config == config and core.num_open > 0:
+            if core.device == device and core.config == config and core.num_open > 0 and not core.has_failed():
                 return core
         core = _Core(config, device, adopted_nbytes)
         _cores.add(core)
@@ -486,9 +492,35 @@ class OffloadEngine:
 
     def reset(self) -> None:
         """After an exception in the training loop: no window is open, nothing is in flight; values are kept."""
-        self._hooks.reset()
-        self.gradients.drop_born()
-        self.space.reset()
+        with self.space.lock:
+            unseen = self._quiesce()
+            self._hooks.reset()
+            self.gradients.drop_born()
+            self.space.reset()
+        if unseen is not None:
+            raise unseen
+
+    def _quiesce(self) -> BaseException | None:
+        """Wait for all background work, and make nobody wait for what has failed.
+
+        Returns the first error that nobody has seen yet. A failed update has left its unit's home as it was, or partly
+        updated: as after an exception out of the plain run's ``step()``.
+        """
+        scheduler = self.core.scheduler
+        seen = scheduler.seen_error
+        stopped: BaseException | None = None
+        try:
+            scheduler.drain()
+        except BaseException as failure:
+            stopped = failure
+        pending = scheduler.clear_pending_error()
+        if stopped is not None and stopped is not pending:
+            return stopped  # a time-out or Ctrl-C: something may be running still
+        for unit in self.space.units:
+            unit.update = None
+            for record in unit.grads:
+                record.forget_update()
+        return None if pending is seen else pending
 
     def close(self) -> None:
         """Make the model ordinary again: hooks gone, parameters plain tensors with the current values. Idempotent.
@@ -498,22 +530,21 @@ class OffloadEngine:
         """
         if self.closed:
             return
-        self.closed = True
-        error: BaseException | None = None
         self._hooks.reset()
         self._hooks.close()
         for handle in self._grad_handles.values():
             handle.remove()
         self._grad_handles.clear()
         with self.space.lock:
+            error = self._quiesce()
             self.gradients.drop_born()
             for unit in list(self.units):
                 try:
                     self.space.settle_home(unit)
                 except BaseException as failure:
                     error = error or failure
-                    unit.update = None
                 self._release_unit(unit)
+        self.closed = True  # only now: after Ctrl-C in the middle of this, a second call does the rest
         for ref in self._optimizers:
             optimizer = ref()
             if optimizer is not None:

@@ -677,6 +677,8 @@ class _Source:
 class _AsCopy:
     """An update ticket where a copy ticket is expected."""
 
+    is_update = True
+
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
 

@@ -90,6 +90,11 @@ class GradRecord:
         self.touched = False  # the user has seen or set it: it stays where it is
         self.is_wire = False  # the DRAM copy is 16 bits wide and stands for the fp32 gradient that it equals
 
+    def forget_update(self) -> None:
+        """Every update has ended: nothing is to be waited for any more."""
+        if getattr(self.ticket, "is_update", False):
+            self.ticket = LANDED
+
     def clear(self) -> None:
         self.place = GradPlace.NONE
         self.factors = []

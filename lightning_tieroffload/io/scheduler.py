@@ -1102,6 +1102,16 @@ class Scheduler:
         """Raise the first error of any work, if there is one. A few nanoseconds when there is none."""
         self._core.raise_pending_error()
 
+    @property
+    def failed(self) -> bool:
+        """Whether there is a first error that was not cleared."""
+        return self._core.pending_error is not None
+
+    @property
+    def seen_error(self) -> BaseException | None:
+        """The first error, if it has been raised to somebody outside of the scheduler's own threads already."""
+        return self._core.pending_error if self._core.error_was_raised else None
+
     def clear_pending_error(self) -> BaseException | None:
         """Forget the first error and return it: the way back after the caller has put its own state in order."""
         return self._core.clear_pending_error()
