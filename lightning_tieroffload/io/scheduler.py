@@ -28,6 +28,7 @@ import asyncio
 import atexit
 import collections
 import concurrent.futures
+import ctypes
 import functools
 import heapq
 import itertools
@@ -52,6 +53,11 @@ __all__ = ["LaneExecutor", "LaneMover", "LaneSpec", "Scheduler", "TransferTicket
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_libc = ctypes.CDLL(None)
+for _function in (_libc.sem_post, _libc.sem_wait):
+    _function.argtypes = (ctypes.c_void_p,)
+_libc.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
 
 _EXIT_WAIT_S = 4.0  # at interpreter exit: a stuck disk may not keep the process for longer
 _POLL_S = 0.5  # a parked waiter looks around this often, should a wake-up ever be lost
@@ -274,14 +280,30 @@ _MAX_NESTED_CALLBACKS = 40
 
 
 class _Parking:
-    """Where one idle lane thread sleeps, and through which it is handed its next ticket."""
+    """Where one idle lane thread sleeps, and through which it is handed its next ticket.
 
-    __slots__ = ("lock", "ticket")
+    A POSIX semaphore called through ctypes, which lets go of the interpreter lock during the call. A `threading.Lock`
+    wakes the thread while the waker holds the interpreter lock, so that the woken one waits for the switch interval:
+    measured on two busy cores, 5 to 8 ms until it ran under a pure-Python loop in the waker, and 8 µs this way.
+    """
+
+    __slots__ = ("_address", "_is_signalled", "_semaphore", "ticket")
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.lock.acquire()
+        self._semaphore = ctypes.create_string_buffer(64)  # sem_t has 32 bytes at most
+        self._address = ctypes.addressof(self._semaphore)
+        _libc.sem_init(self._address, 0, 0)
+        self._is_signalled = False
         self.ticket: TransferTicket[Any] | None = None
+
+    def wake(self) -> None:
+        self._is_signalled = True
+        _libc.sem_post(self._address)
+
+    def park(self) -> None:
+        while not self._is_signalled:  # a signal may interrupt sem_wait, and a count may be left from before
+            _libc.sem_wait(self._address)
+        self._is_signalled = False
 
 
 class _Lane:
@@ -400,6 +422,7 @@ class _Core:
         self._error_lock = threading.Lock()
         self._lock = threading.Lock()
         self._inbox: collections.deque[TransferTicket[Any]] = collections.deque()
+        self._to_wake: collections.deque[_Parking] = collections.deque()
         self._to_start: collections.deque[_Lane] = collections.deque()
         self._to_cancel: collections.deque[TransferTicket[Any]] = collections.deque()
         self._unfinished: set[TransferTicket[Any]] = set()
@@ -589,14 +612,20 @@ class _Core:
                 return
             parking = lane.idle.pop()
             parking.ticket = ticket
-            parking.lock.release()
+            self._to_wake.append(parking)
         while lane.num_threads < lane.spec.concurrency and lane.num_starting < len(lane.heap):
             lane.num_threads += 1
             lane.num_starting += 1
             self._to_start.append(lane)
 
     def _settle(self) -> None:
-        """What must not happen under the lock: starting threads, completing what was cancelled."""
+        """What must not happen under the lock: waking and starting threads, completing what was cancelled."""
+        while self._to_wake:
+            try:
+                parking = self._to_wake.popleft()
+            except IndexError:
+                break
+            parking.wake()
         while self._to_start:
             try:
                 lane = self._to_start.popleft()
@@ -676,7 +705,7 @@ class _Core:
             if ticket is None:
                 if self._closing:  # it began after we looked and may have missed us
                     self._wake_idle()
-                parking.lock.acquire()
+                parking.park()
                 ticket, parking.ticket = parking.ticket, None
                 if ticket is None:
                     continue  # woken to see that the scheduler closes
@@ -928,11 +957,9 @@ class _Core:
         while self._lock.acquire(blocking=False):
             try:
                 self._drain_locked()
-                parked = [parking for lane in self.lanes.values() for parking in lane.idle]
                 for lane in self.lanes.values():
+                    self._to_wake.extend(lane.idle)
                     lane.idle.clear()
-                for parking in parked:
-                    parking.lock.release()
             finally:
                 self._lock.release()
             self._settle()

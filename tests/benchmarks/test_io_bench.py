@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,24 @@ def test_round_trip(benchmark: Any, scheduler: Scheduler) -> None:
     benchmark.pedantic(
         lambda: scheduler.submit("read", int, label="no-op").wait(), rounds=2000, warmup_rounds=100, iterations=1
     )
+
+
+def test_start_latency_beside_pure_python(benchmark: Any) -> None:
+    """Seconds until a work starts while the submitting thread goes on in pure Python and never lets go of the lock."""
+    with Scheduler([LaneSpec(name="read")], timeout_s=60) as scheduler:
+        scheduler.start()
+        waits_s: list[float] = []
+
+        def run() -> None:
+            started: list[float] = []
+            submitted_s = time.perf_counter()
+            scheduler.submit("read", lambda: started.append(time.perf_counter()), label="x")
+            while not started:
+                sum(range(50))
+            waits_s.append(started[0] - submitted_s)
+
+        benchmark.pedantic(run, rounds=200, warmup_rounds=5)
+        benchmark.extra_info["median_start_s"] = statistics.median(waits_s)
 
 
 def test_chain_over_lanes(benchmark: Any) -> None:
