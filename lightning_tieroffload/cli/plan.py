@@ -1,0 +1,235 @@
+"""Floor 7. `tieroffload plan` and `tieroffload estimate`: what a job would take, from a configuration and no run.
+
+Translation only: reads options, has the profile estimated (or takes a measured one), calls the planner, prints a table
+or JSON. Every budget is an option; "auto" is the machine profile's memory less a margin, so that a plan can be made for
+a machine that is not this one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lightning_tieroffload.cli.options import print_json, refuse_rest, take_settings
+from lightning_tieroffload.config import TierOffloadConfig
+from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError
+from lightning_tieroffload.planning.cost_model import ACTIVATION_CHOICES, ActivationChoice, Instance, UpdatePlace
+from lightning_tieroffload.planning.plan import Plan, check_plan
+from lightning_tieroffload.planning.profile import REFERENCE_MACHINE, MachineProfile, Profile
+from lightning_tieroffload.sizes import format_nbytes
+
+__all__ = ["estimate", "instance_from", "plan", "profile_from"]
+
+_AUTO_DEVICE_FRAC = 0.9
+_AUTO_DRAM_FRAC = 0.8
+_PREFETCH_UNITS = (2, 1)
+_ACTIVATIONS = {
+    "auto": ACTIVATION_CHOICES,
+    "keep": (ActivationChoice.KEEP,),
+    "recompute": (ActivationChoice.RECOMPUTE,),
+    "offload": (ActivationChoice.OFFLOAD_DRAM, ActivationChoice.OFFLOAD_NVME),
+}
+_PLACES = {"cpu": (UpdatePlace.CPU,), "device": (UpdatePlace.DEVICE,)}
+
+_Model = Annotated[
+    str, typer.Argument(metavar="CONFIG_OR_MODEL", help="A model directory, a config.json, a profile, or a bench size.")
+]
+_Batch = Annotated[int, typer.Option(min=1, help="Sequences a micro-batch.")]
+_Seq = Annotated[int, typer.Option(min=1, help="Tokens a sequence.")]
+_Accum = Annotated[int, typer.Option(min=1, help="Micro-batches a step.")]
+_Clip = Annotated[
+    float, typer.Option(min=0.0, help="Largest gradient norm; 0: no clipping, updates start in backward.")
+]
+_Machine = Annotated[
+    str, typer.Option(help="A machine profile or tieroffload_profile.json; else the reference machine.")
+]
+_Precision = Annotated[str, typer.Option(help="bf16-mixed (fp32 weights), bf16-true or 32-true.")]
+_Save = Annotated[str, typer.Option(help="Write the plan where plan_file can read it.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    batch: int
+    seq: int
+    grad_accum: int
+    clip: float
+    precision: str
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.seq * self.grad_accum
+
+
+def profile_from(source: str, machine: MachineProfile | None, job: Any, units: Any = "auto") -> Profile:
+    """A measured profile if ``source`` is one, else an estimate from a model's configuration.
+
+    Raises ``ConfigError`` for a profile of another batch shape than the job's.
+    """
+    path = Path(source)
+    if path.is_file() and path.suffix == ".json":
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{source} is not JSON: {error}.") from error
+        if isinstance(raw, dict) and "units" in raw and "machine" in raw:
+            profile = Profile.from_json(raw)
+            wanted = f"{job.batch}x{job.seq}"
+            if profile.batch_key not in ("", wanted):
+                raise ConfigError(
+                    f"{source} was measured with a batch of {profile.batch_key}, not {wanted}. Ask for that batch with "
+                    "--batch and --seq, or measure again."
+                )
+            return profile
+    from lightning_tieroffload.planning.estimate import estimate_profile
+
+    machine = machine or REFERENCE_MACHINE
+    return estimate_profile(source, machine, batch=job.batch, seq=job.seq, precision=job.precision, units=units)
+
+
+def instance_from(profile: Profile, config: TierOffloadConfig, *, grad_accum: int = 1, clip: bool = True) -> Instance:
+    """The planning problem that these settings pose; "auto" budgets are the profile's machine's less a margin."""
+    machine = profile.machine
+    device = round(_AUTO_DEVICE_FRAC * machine.device_memory_nbytes)
+    dram = round(_AUTO_DRAM_FRAC * machine.dram_nbytes)
+    return Instance.from_profile(
+        profile,
+        device_budget_nbytes=device if config.device_budget == "auto" else int(config.device_budget),
+        dram_budget_nbytes=dram if config.dram_budget == "auto" else int(config.dram_budget),
+        nvme_budget_nbytes=0 if config.nvme_budget == "auto" else int(config.nvme_budget),
+        num_micro_batches=grad_accum,
+        clip=clip,
+        prefetch_units=_PREFETCH_UNITS if config.prefetch_units == "auto" else (int(config.prefetch_units),),
+        update_places=_PLACES.get(config.update_on, tuple(UpdatePlace)),
+        activations=_ACTIVATIONS[config.activations],
+    )
+
+
+def _pose(ctx: typer.Context, source: str, machine: str, job: _Job) -> tuple[TierOffloadConfig, Instance, Profile]:
+    config, rest = take_settings(list(ctx.args))
+    refuse_rest(rest)
+    loaded = MachineProfile.load(machine) if machine else None
+    profile = profile_from(source, loaded, job, config.units)
+    instance = instance_from(profile, config, grad_accum=job.grad_accum, clip=job.clip > 0)
+    return config, instance, profile
+
+
+def _budgets(instance: Instance) -> dict[str, int]:
+    return {
+        "device": instance.device_budget_nbytes,
+        "dram": instance.dram_budget_nbytes,
+        "nvme": instance.nvme_budget_nbytes,
+    }
+
+
+def _document(instance: Instance, profile: Profile, made: Plan, job: _Job) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_units": len(instance.units),
+            "param_numel": sum(unit.param_numel for unit in instance.units),
+            "profile": profile.source,
+        },
+        "machine": profile.machine.name,
+        "budget_nbytes": _budgets(instance),
+        "peak_nbytes": {
+            "device": made.peak_nbytes,
+            "dram": made.dram_peak_nbytes,
+            "nvme": made.nvme_peak_nbytes,
+        },
+        "forecast": made.forecast.to_json(),
+        "tokens_per_s": job.num_tokens / made.forecast.step_s if made.forecast.step_s > 0 else None,
+    }
+
+
+def plan(
+    ctx: typer.Context,
+    config_or_model: _Model,
+    batch: _Batch = 1,
+    seq: _Seq = 1024,
+    grad_accum: _Accum = 1,
+    clip: _Clip = 1.0,
+    machine: _Machine = "",
+    precision: _Precision = "bf16-mixed",
+    save: _Save = "",
+    json_: _Json = False,
+) -> None:
+    """Make a plan for a model and these budgets, and show it, its forecast, and what one more GiB would buy."""
+    from lightning_tieroffload.planning.solver import best_plan, value_of_more
+
+    job = _Job(batch, seq, grad_accum, clip, precision)
+    config, instance, profile = _pose(ctx, config_or_model, machine, job)
+    if config.plan_file is not None:
+        from lightning_tieroffload.planning.simulator import with_forecast
+
+        made = Plan.load(config.plan_file)
+        check_plan(instance, made)
+        made = with_forecast(instance, made)
+    else:
+        made = best_plan(instance, config.planner)
+    if save:
+        made.save(save)
+    saved_s = value_of_more(instance, made, forecast=True)
+    if json_:
+        document = _document(instance, profile, made, job)
+        print_json({**document, "plan": made.to_json(), "one_more_gib_saves_s": saved_s})
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(made.as_table())
+    tokens = job.num_tokens / made.forecast.step_s if made.forecast.step_s > 0 else 0.0
+    basis = "" if profile.source == "measured" else " (estimated, nothing was run)"
+    console.print(
+        f"{made.forecast.step_s:.4g} s a step, {tokens:,.0f} tokens/s{basis} on {profile.machine.name}; "
+        f"bound by {made.forecast.bottleneck}."
+    )
+    gains = [f"{tier} {1e3 * seconds:.3g} ms" for tier, seconds in saved_s.items()]
+    console.print(f"One more GiB would save, per step: {', '.join(gains)}.")
+    if made.note:
+        console.print(f"Note: {made.note}.")
+
+
+def estimate(
+    ctx: typer.Context,
+    config_or_model: _Model,
+    batch: _Batch = 1,
+    seq: _Seq = 1024,
+    grad_accum: _Accum = 1,
+    clip: _Clip = 1.0,
+    machine: _Machine = "",
+    precision: _Precision = "bf16-mixed",
+    json_: _Json = False,
+) -> None:
+    """Say whether a model with this batch fits a machine, with how many bytes per tier and at how many tokens/s."""
+    from lightning_tieroffload.planning.solver import best_plan
+
+    job = _Job(batch, seq, grad_accum, clip, precision)
+    config, instance, profile = _pose(ctx, config_or_model, machine, job)
+    document: dict[str, Any]
+    try:
+        made = best_plan(instance, config.planner)
+    except InfeasiblePlanError as error:
+        document = {
+            "fits": False,
+            "machine": profile.machine.name,
+            "budget_nbytes": _budgets(instance),
+            "tier": error.tier,
+            "least_budget_nbytes": error.least_budget_nbytes,
+            "why": str(error),
+        }
+        text = f"does not fit: {error}"
+    else:
+        document = {"fits": True, **_document(instance, profile, made, job)}
+        on_tiers = ", ".join(f"{tier} {format_nbytes(n)}" for tier, n in document["peak_nbytes"].items() if n)
+        text = (
+            f"fits: {document['tokens_per_s'] or 0.0:,.0f} tokens/s, {made.forecast.step_s:.4g} s a step, bound by "
+            f"{made.forecast.bottleneck}; {on_tiers}"
+        )
+    if json_:
+        print_json(document)
+    else:
+        print(f"{config_or_model}, {job.batch} x {job.seq} tokens x {job.grad_accum}, {profile.machine.name}: {text}")
