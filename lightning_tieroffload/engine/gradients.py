@@ -153,6 +153,7 @@ class Gradients:
         else:
             sent = grad if wire_dtype is None or on_host else grad.to(wire_dtype)
             host = unit.host_grad(slot, wire_dtype)
+            record.ticket.wait()  # a gradient that was cleared before it was used may still be on its way to the block
             record.ticket = self._space.download([(host, sent)], f"gradient ({slot.name})")
             record.place = GradPlace.HOST
             record.is_wire = wire_dtype is not None
@@ -344,6 +345,7 @@ class Gradients:
         if grad is None:
             return LANDED, host, []
         self._space.wait_update(unit)
+        record.ticket.wait()
         ticket = self._space.download([(host, grad.detach())], f"gradient ({slot.name})")
         # The tensor stays the user's, who may write to it at once (zero_grad(set_to_none=False)): only behind the copy.
         ticket.before_compute()
