@@ -14,6 +14,7 @@ notices. Watching `setattr` on the parent package instead fails for transformers
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -24,7 +25,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["announce", "enabled", "install", "install_from_torch", "required", "when_imported"]
+__all__ = ["announce", "enabled", "install", "install_from_torch", "required", "used", "when_imported"]
 
 Callback = Callable[[ModuleType], None]
 
@@ -199,8 +200,28 @@ def _call(module_name: str, function_name: str) -> Callback:
     return callback
 
 
+def used() -> None:
+    """A model of this process was handed over: there is nothing to complain about at its end."""
+    _installed.add(_USED)
+
+
+_USED = "a model was handed over"
+
+
+def _say_if_unused() -> None:
+    is_worker = (multiprocessing := sys.modules.get("multiprocessing")) and multiprocessing.parent_process() is not None
+    if _USED not in _installed and not is_worker and required():
+        sys.stderr.write(
+            "tieroffload: this process was started with a tieroffload_config, but no model was handed to "
+            "Accelerator.prepare: whatever was trained here was trained without it.\n"
+        )
+
+
 def install() -> None:
     """Note what is to be hooked. Idempotent; a second call adds what has been asked for since."""
+    if enabled() and _say_if_unused.__name__ not in _installed:
+        _installed.add(_say_if_unused.__name__)
+        atexit.register(_say_if_unused)
     targets = {**_ALWAYS, **(_WHEN_ENABLED if enabled() else {})}
     for name, target in targets.items():
         if name not in _installed:

@@ -125,6 +125,14 @@ def test_strategy_is_known_without_an_import_of_ours(site: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_training_without_us_though_asked_for_is_said_at_the_end(site: Path) -> None:
+    asked = {"ACCELERATE_USE_TIEROFFLOAD": "true", "TIEROFFLOAD_REQUIRE": "1"}
+    unused = python("import torch", site, **asked)
+    assert "was trained without it" in unused.stderr
+    used = python("import torch, _tieroffload_hooks as hooks; hooks.used()", site, **asked)
+    assert (used.returncode, used.stderr) == (0, "")
+
+
 def test_broken_hooks_leave_torch_importable(site: Path, tmp_path: Path) -> None:
     (tmp_path / "_tieroffload_hooks.py").write_text("this is not Python\n")
     result = python("import torch; print(torch.ones(1).item())", tmp_path, site)

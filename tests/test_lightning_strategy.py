@@ -299,6 +299,121 @@ def test_callbacks_that_touch_weights_and_gradients() -> None:
             raise AssertionError(f"{name}: {error}") from None
 
 
+def test_resume_in_the_middle_of_weight_averaging(tmp_path: Path) -> None:
+    """SWA's resume needs the callbacks' state before the schedulers': restored before set-up, as in plain."""
+    callbacks = importlib.import_module("lightning.pytorch.callbacks")
+
+    def run(ours: bool, **options: Any) -> tuple[Any, Any]:
+        averaging = callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
+        return fit(FAMILIES[0], ours, callbacks=[averaging], max_steps=-1, **options)
+
+    for ours in (False, True):
+        _, trainer = run(ours, max_epochs=3)
+        trainer.save_checkpoint(str(tmp_path / f"{ours}.ckpt"))
+    results = [
+        outcome(*run(ours, max_epochs=5, ckpt_path=str(tmp_path / f"{saver}.ckpt")))
+        for saver in (False, True)
+        for ours in (False, True)
+    ]
+    for result in results[1:]:
+        assert_same(results[0], result)
+
+
+def test_hyper_parameters_of_any_type_resume_with_weights_only_false(tmp_path: Path) -> None:
+    """Lightning forgets `weights_only` where a strategy restores after set-up."""
+    pl, toy = modules(FAMILIES[0])
+
+    class Holds(toy):  # type: ignore[misc,valid-type]
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["object"] = Path("anything that is no tensor")
+
+    seed_all()
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_steps": 2}
+    loader = torch.utils.data.DataLoader(samples(), batch_size=8)
+    trainer = pl.Trainer(strategy=lightning_tieroffload.TierOffloadStrategy(**STARVED), **options)
+    trainer.fit(Holds(), loader)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    again = pl.Trainer(strategy=lightning_tieroffload.TierOffloadStrategy(**STARVED), **{**options, "max_steps": 3})
+    again.fit(Holds(), loader, ckpt_path=str(tmp_path / "two.ckpt"), weights_only=False)
+    assert again.global_step == 3
+
+
+def test_asynchronous_checkpoints_hold_the_step_of_their_call(tmp_path: Path) -> None:
+    """CKP-13: written late, from a thread that only starts to write when training has ended."""
+    pl, _ = modules(FAMILIES[0])
+    plugins = importlib.import_module("lightning.pytorch.plugins.io")
+    gate = threading.Event()
+
+    class Late(plugins.TorchCheckpointIO):  # type: ignore[misc,name-defined]
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            gate.wait(30)
+            super().save_checkpoint(*args, **kwargs)
+
+    class Save(pl.Callback):  # type: ignore[misc,name-defined]
+        then: dict[str, Any]
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            if trainer.global_step == 2:
+                self.then = snapshot(module, *(o for o in trainer.optimizers))
+                trainer.save_checkpoint(tmp_path / "two.ckpt")
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            gate.set()
+
+    save = Save()
+    fit(FAMILIES[0], True, callbacks=[save], plugins=[plugins.AsyncCheckpointIO(Late())])
+    written = torch.load(tmp_path / "two.ckpt", weights_only=False)
+    assert written["global_step"] == 2
+    assert_same(save.then["model"], dict(written["state_dict"]))
+    assert_same(save.then["optimizers"], written["optimizer_states"])
+
+
+def test_learning_rate_finder_leaves_the_model_as_it_was() -> None:
+    tuner = importlib.import_module("lightning.pytorch.tuner")
+    results = []
+    for ours in (False, True):
+        pl, toy = modules(FAMILIES[0])
+
+        class WithRate(toy):  # type: ignore[misc,valid-type]
+            lr = 1e-3
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+        strategy = lightning_tieroffload.TierOffloadStrategy(**STARVED) if ours else "auto"
+        trainer = pl.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=4, enable_progress_bar=False,
+            enable_checkpointing=False,
+        )  # fmt: skip
+        seed_all()
+        model = WithRate()
+        loader = torch.utils.data.DataLoader(samples(), batch_size=8)
+        found = tuner.Tuner(trainer).lr_find(model, loader, num_training=10)
+        trainer.fit(model, loader)
+        results.append({**snapshot(model), "losses": found.results["loss"], "lr": model.lr})
+    assert_same(results[0], results[1])
+
+
+def test_two_modules_that_share_a_part() -> None:
+    """MPR-06: teacher and student share a layer; it is stored once, and trained by whoever trains it."""
+    results = []
+    for ours in (False, True):
+        pl, toy = modules(FAMILIES[0])
+        seed_all()
+        teacher, student = toy(), toy()
+        student.net[0] = teacher.net[0]
+        for model in (teacher, student):
+            strategy = lightning_tieroffload.TierOffloadStrategy(**STARVED) if ours else "auto"
+            trainer = pl.Trainer(
+                strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=3, enable_progress_bar=False,
+                enable_checkpointing=False,
+            )  # fmt: skip
+            trainer.fit(model, torch.utils.data.DataLoader(samples(), batch_size=8))
+        assert teacher.net[0] is student.net[0]
+        results.append([dict(teacher.state_dict()), dict(student.state_dict())])
+    assert_same(results[0], results[1])
+
+
 # ---------------------------------------------------------------- the end of a run
 
 

@@ -110,6 +110,7 @@ def _prepare_model(
     places = self.device_placement if device_placement is None else device_placement
     device = self.device if places else next(model.parameters()).device
     engine = OffloadEngine.attach(model, self._tieroffload_config, device)
+    _tieroffload_hooks.used()
     face.report_at_exit(engine, self._tieroffload_config)
     for prepared in self._optimizers:  # those that were prepared before their model
         if engine_of(prepared.optimizer) is engine:

@@ -16,14 +16,21 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
+import _tieroffload_hooks
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
 from lightning_tieroffload.engine.optimizer import adopt
 from lightning_tieroffload.strategies import face
+
+if TYPE_CHECKING:
+    # Of one family, for the type checker; at run time the base is whichever family's it is put in front of.
+    from lightning.fabric.strategies.parallel import ParallelStrategy as _Base
+else:
+    _Base = object
 
 __all__ = ["strategy_class"]
 
@@ -34,7 +41,7 @@ _ONE_DEVICE = (
 _COMPILE_LAYERS = "Set up the model as it was, and compile its layers (layer.compile()) if at all."
 
 
-class _FabricFace:
+class _FabricFace(_Base):
     """Everything that is ours, for either package."""
 
     _is_tieroffload_strategy = True
@@ -60,7 +67,7 @@ class _FabricFace:
             precision=precision,
         )
         self._num_nodes = 1
-        self._backward_sync_control = _AccumulationControl()
+        self._backward_sync_control: Any = _AccumulationControl()
         self._adopted_early: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.process_group_backend = process_group_backend
         self.timeout = timeout
@@ -69,8 +76,7 @@ class _FabricFace:
 
     @property
     def root_device(self) -> torch.device:
-        devices: list[torch.device] = self.parallel_devices  # type: ignore[attr-defined]
-        return devices[self.local_rank]  # type: ignore[attr-defined]
+        return (self.parallel_devices or [])[self.local_rank]
 
     @property
     def num_nodes(self) -> int:
@@ -82,27 +88,27 @@ class _FabricFace:
 
     @property
     def num_processes(self) -> int:
-        return len(self.parallel_devices or ())  # type: ignore[attr-defined]
+        return len(self.parallel_devices or ())
 
     @property
     def distributed_sampler_kwargs(self) -> None:
         return None  # one process: the user's sampler stays
 
     def _set_world_ranks(self) -> None:
-        environment = self.cluster_environment  # type: ignore[attr-defined]
+        environment = self.cluster_environment
         if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)  # type: ignore[attr-defined]
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        rank = self.global_rank  # type: ignore[attr-defined]
+        rank = self.global_rank
         self._utilities("rank_zero").rank_zero_only.rank = rank
         importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = rank
 
     def _configure_launcher(self) -> None:
-        num_processes = max(self.world_size, self.num_nodes * self.num_processes)  # type: ignore[attr-defined]
+        num_processes = max(self.world_size, self.num_nodes * self.num_processes)
         face.refuse_several_processes(num_processes, face="Fabric", remedy=_ONE_DEVICE)
 
     def setup_environment(self) -> None:
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         self._set_world_ranks()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -131,7 +137,7 @@ class _FabricFace:
         stack = ExitStack()
         stack.enter_context(torch.device("cpu"))
         stack.enter_context(self._utilities("init")._EmptyInit(enabled=bool(empty_init)))
-        stack.enter_context(self.precision.module_init_context())  # type: ignore[attr-defined]
+        stack.enter_context(self.precision.module_init_context())
         return stack
 
     def module_to_device(self, module: torch.nn.Module) -> None:
@@ -148,6 +154,7 @@ class _FabricFace:
         self._utilities("init")._materialize_meta_tensors(module, torch.device("cpu"))
         if next(module.parameters(), None) is not None:
             engine = OffloadEngine.attach(module, self.config, self.root_device)
+            _tieroffload_hooks.used()
             face.report_at_exit(engine, self.config)
             for optimizer in [each for each in self._adopted_early if engine_of(each) is engine]:
                 engine.adopt_optimizer(optimizer)
@@ -188,13 +195,13 @@ def strategy_class(root: str) -> type:
     return type("TierOffloadFabricStrategy", (_FabricFace, base), members)
 
 
-def _hook_fabric(fabric_class: type) -> None:
+def _hook_fabric(fabric_class: Any) -> None:
     """Two checks of Fabric that look at the strategy's class, so that one process works as it does without us.
 
     `fabric.launch()` is demanded of every strategy but those for a single device; with ours it is implied. And a
     compiled model is unwrapped before the strategy sees it and compiled as a whole again afterwards: refused here.
     """
-    validate_launched: Any = fabric_class._validate_launched  # type: ignore[attr-defined]
+    validate_launched: Any = fabric_class._validate_launched
 
     @functools.wraps(validate_launched)
     def validate_launched_or_launch(self: Any) -> None:
@@ -203,7 +210,7 @@ def _hook_fabric(fabric_class: type) -> None:
             self._launched = True
         validate_launched(self)
 
-    fabric_class._validate_launched = validate_launched_or_launch  # type: ignore[attr-defined]
+    fabric_class._validate_launched = validate_launched_or_launch
     for name in ("_validate_setup", "_validate_setup_module"):
         _refuse_compiled_in(fabric_class, name)
 

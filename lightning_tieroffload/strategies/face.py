@@ -99,7 +99,7 @@ def fits_beside(module: torch.nn.Module, device: torch.device) -> bool:
         return True
     nbytes = sum(t.numel() * t.element_size() for t in module.state_dict(keep_vars=True).values() if t is not None)
     free_nbytes, _ = torch.cuda.mem_get_info(device)
-    return nbytes <= _SMALL_FRAC * free_nbytes
+    return bool(nbytes <= _SMALL_FRAC * free_nbytes)
 
 
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -34,6 +34,12 @@ import _tieroffload_hooks
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine.offload_engine import OffloadEngine
 from lightning_tieroffload.strategies import face
+
+if TYPE_CHECKING:
+    # Of one family, for the type checker; at run time the base is whichever family's it is put in front of.
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
+else:
+    _Base = object
 
 __all__ = ["TierOffloadStrategy", "strategy_class"]
 
@@ -48,10 +54,11 @@ _COMPILE_LAYERS = (
 )
 
 
-class _LightningFace:
+class _LightningFace(_Base):
     """Everything that is ours, for any family. See [Note: one class per package family]."""
 
     strategy_name = "tieroffload"
+    _is_tieroffload_strategy = True
     _fabric_root: str
 
     def __init__(
@@ -97,37 +104,36 @@ class _LightningFace:
 
     @property
     def root_device(self) -> torch.device:
-        devices: list[torch.device] = self.parallel_devices  # type: ignore[attr-defined]
-        return devices[self.local_rank]  # type: ignore[attr-defined]
+        return (self.parallel_devices or [])[self.local_rank]
 
     @property
     def num_processes(self) -> int:
-        return len(self.parallel_devices or ())  # type: ignore[attr-defined]
+        return len(self.parallel_devices or ())
 
     @property
     def is_distributed(self) -> bool:
-        return bool(self.world_size > 1)  # type: ignore[attr-defined]
+        return bool(self.world_size > 1)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}  # type: ignore[attr-defined]
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        environment = self.cluster_environment  # type: ignore[attr-defined]
+        environment = self.cluster_environment
         if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)  # type: ignore[attr-defined]
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        rank = self.global_rank  # type: ignore[attr-defined]
+        rank = self.global_rank
         self._utilities("rank_zero").rank_zero_only.rank = rank
         importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = rank
 
     def _configure_launcher(self) -> None:
         # The connector has just set devices, nodes and ranks: the first moment at which they are all known.
-        num_processes = max(self.world_size, self.num_nodes * self.num_processes)  # type: ignore[attr-defined]
+        num_processes = max(self.world_size, self.num_nodes * self.num_processes)
         face.refuse_several_processes(num_processes, face="The Trainer", remedy=_ONE_DEVICE)
 
     def setup_environment(self) -> None:
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         self.set_world_ranks()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -163,7 +169,7 @@ class _LightningFace:
         self.__dict__["_lightning_module"] = module
 
     def connect(self, model: Any) -> None:
-        super().connect(model)  # type: ignore[misc]
+        super().connect(model)
         self._was_interrupted = False
         self._restores_late = None
 
@@ -172,7 +178,7 @@ class _LightningFace:
         # On the host, or the whole model would be on the device before the engine can take it. Uninitialised memory
         # takes no room until it is written to, so `empty_init` needs no meta device.
         empty = self._utilities("init")._EmptyInit(enabled=bool(empty_init))
-        with empty, torch.device("cpu"), self.precision_plugin.tensor_init_context():  # type: ignore[attr-defined]
+        with empty, torch.device("cpu"), self.precision_plugin.tensor_init_context():
             yield
 
     def model_to_device(self) -> None:
@@ -180,21 +186,24 @@ class _LightningFace:
 
     def setup(self, trainer: Any) -> None:
         fitting = trainer.state.fn == "fit"
-        self.accelerator.setup(trainer)  # type: ignore[attr-defined]
-        model = self.precision_plugin.convert_module(self.model)  # type: ignore[attr-defined,has-type]
+        accelerator: Any = self.accelerator
+        accelerator.setup(trainer)
+        given: Any = self.model
+        model = self.precision_plugin.convert_module(given)
         face.refuse_compiled(model, remedy=_COMPILE_LAYERS)
         self._utilities("init")._materialize_meta_tensors(model, torch.device("cpu"))
         self.model = model
         self._engine = OffloadEngine.attach(model, self.config, self.root_device)
+        _tieroffload_hooks.used()
         if fitting:
             self.setup_optimizers(trainer)
-        self.setup_precision_plugin()  # type: ignore[attr-defined]
+        self.setup_precision_plugin()
         face.print_plan_once(self._engine)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)  # type: ignore[misc]
+        super().setup_optimizers(trainer)
         # Through the setter: it builds the wrapper classes, which derive from the optimizer's class of that moment.
-        self.optimizers = [self._adopted(optimizer) for optimizer in self.optimizers]  # type: ignore[has-type]
+        self.optimizers = [self._adopted(optimizer) for optimizer in self.optimizers]
 
     def _adopted(self, optimizer: Any) -> Any:
         raw = getattr(optimizer, "_optimizer", optimizer)  # configure_optimizers may return Lightning's own wrapper
@@ -223,7 +232,7 @@ class _LightningFace:
     def restore_checkpoint_after_setup(self) -> bool:
         # See [Note: restore before set-up]. Asked before and after set-up: the answer must not change in between.
         if self._restores_late is None:
-            module = self.lightning_module  # type: ignore[attr-defined]
+            module = self.lightning_module
             self._restores_late = module is not None and any(p.is_meta for p in module.parameters())
         return self._restores_late
 
@@ -253,7 +262,7 @@ class _LightningFace:
         if engine is not None:
             failure = self._close(engine)
         self.optimizers = self.optimizers  # wrappers of the classes that the optimizers have again
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
         if failure is not None and not self._was_interrupted:
             raise failure
 
@@ -274,7 +283,7 @@ class _LightningFace:
         return failure
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": None}  # type: ignore[misc]
+        return {**super().__getstate__(), "_engine": None}
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -297,9 +306,6 @@ class _PublicMeta(abc.ABCMeta):
     def __instancecheck__(cls, instance: Any) -> bool:
         # What the Trainer has made of it is still one of these.
         return super().__instancecheck__(instance) or hasattr(type(instance), "_is_tieroffload_strategy")
-
-
-_LightningFace._is_tieroffload_strategy = True  # type: ignore[attr-defined]
 
 
 class TierOffloadStrategy(metaclass=_PublicMeta):

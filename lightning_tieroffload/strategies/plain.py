@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.optim import Optimizer
 
+import _tieroffload_hooks
 from lightning_tieroffload.engine.offload_engine import OffloadEngine
 from lightning_tieroffload.strategies import face
 
@@ -64,6 +65,7 @@ def offload(
             torch.distributed.get_world_size(), face="offload()", remedy="Start one process, with one device."
         )
     engine = OffloadEngine.attach(model, settings, torch.device(device) if device is not None else None)
+    _tieroffload_hooks.used()
     several = isinstance(optimizer, (list, tuple))
     optimizers: list[Optimizer] = list(optimizer) if several else [optimizer] if optimizer is not None else []  # type: ignore[arg-type,list-item]
     adopted = [engine.adopt_optimizer(each) for each in optimizers]
