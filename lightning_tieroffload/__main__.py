@@ -1,4 +1,4 @@
-"""Floor 13. `python -m lightning_tieroffload` is the `tieroffload` command."""
+"""Floor 14. `python -m lightning_tieroffload` is the `tieroffload` command."""
 
 from __future__ import annotations
 

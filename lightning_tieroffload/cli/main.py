@@ -1,4 +1,4 @@
-"""Floor 12. The `tieroffload` command: finds the sub-command, turns our errors into one message and exit code 2.
+"""Floor 13. The `tieroffload` command: finds the sub-command, turns our errors into one message and exit code 2.
 
 Owns no work of its own. A sub-command is imported when it is called (or asked for help), so that `tieroffload doctor`
 answers where half of the stack does not load. What a module may offer as its command: a function with typer's

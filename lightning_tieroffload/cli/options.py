@@ -1,4 +1,4 @@
-"""Floor 7. The configuration's fields as command-line options, the same for every command.
+"""Floor 3. The configuration's fields as command-line options, the same for every command.
 
 Owns the spelling (`--device-budget 22GiB` for `device_budget`) and nothing else: values are checked by
 `TierOffloadConfig`, which also says what is allowed.

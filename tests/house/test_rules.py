@@ -21,11 +21,12 @@ PACKAGE = ROOT / "lightning_tieroffload"
 FILES = sorted(PACKAGE.rglob("*.py"))
 HOOK_FILES = [ROOT / "_tieroffload_autoload.py", ROOT / "_tieroffload_hooks.py"]
 
-# The launcher's side sets variables for the processes that it starts; it reads no settings from them.
-MAY_TOUCH_ENVIRONMENT = {"config.py", "run.py", "cli/launch.py"}
+# What starts other processes sets variables for them; it reads no settings from its own.
+MAY_TOUCH_ENVIRONMENT = {"config.py", "run.py", "cli/launch.py", "cli/bench_train.py"}
 # Settings come in through config.py only; a mesh is data.
 MAY_READ_FILES_OF_SETTINGS = {"config.py", "topology/mesh_sources.py"}
-MAY_SYNCHRONIZE = {"engine/streams.py", "engine/profiler.py"}
+# A benchmark times whole windows of steps, and a window ends when the device is done.
+MAY_SYNCHRONIZE = {"engine/streams.py", "engine/profiler.py", "cli/bench_train.py"}
 
 
 def relative(path: Path) -> str:
