@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import logging
@@ -33,11 +34,21 @@ def pattern(nbytes: int, seed: int = 0) -> bytes:
 
 
 @pytest.fixture
+def takes_direct(tmp_path: Path) -> None:
+    """Skips where the file system under the tests' directory refuses direct I/O."""
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"no direct I/O in {tmp_path}: {error}")
+
+
+@pytest.fixture
 def file(tmp_path: Path) -> Iterator[DirectFile]:
     with DirectFile(tmp_path / "data-0") as opened:
         yield opened
 
 
+@pytest.mark.usefixtures("takes_direct")
 @pytest.mark.parametrize("numel", [1, 3, 511, 513, 1001, 4095, 4097])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("call_nbytes", [512, 4096, 1 * MiB])
@@ -65,6 +76,7 @@ def test_sto_01_views_with_offset_and_non_contiguous(file: DirectFile) -> None:
         assert torch.equal(back, view)
 
 
+@pytest.mark.usefixtures("takes_direct")
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
 def test_sto_07_every_combination_of_odd_length_address_and_offset(tmp_path: Path, mode: str) -> None:
     """The kernel refuses most of these; through our functions every one is exact and spoils no neighbour."""
@@ -98,6 +110,7 @@ def test_writes_past_the_end_leave_the_logical_length(file: DirectFile) -> None:
     assert Path(file.path).read_bytes() == bytes(5000) + b"abcdefg"
 
 
+@pytest.mark.usefixtures("takes_direct")
 def test_larger_than_the_bounce(file: DirectFile) -> None:
     source, back = aligned(3 * MiB + 17, 5), aligned(3 * MiB + 17, 9)
     source[:] = pattern(len(source))
@@ -133,6 +146,7 @@ def failing(real: Callable[..., int], errors: list[int | None]) -> Callable[...,
     return call
 
 
+@pytest.mark.usefixtures("takes_direct")
 @pytest.mark.parametrize("nbytes", [1000, 64 * KiB, 300_001])
 def test_sto_02_short_transfers_are_completed(
     file: DirectFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nbytes: int
@@ -266,6 +280,7 @@ def test_file_that_is_too_short_is_an_error(file: DirectFile) -> None:
     assert back == pattern(6000)
 
 
+@pytest.mark.usefixtures("takes_direct")
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM])
 def test_sto_07_open_refuses_direct(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
@@ -295,6 +310,7 @@ def test_sto_07_open_refuses_direct(
         assert part in record.getMessage()
 
 
+@pytest.mark.usefixtures("takes_direct")
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_sto_07_transfer_refuses_direct_once(
     file: DirectFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, verb: str
@@ -326,6 +342,7 @@ def test_sto_08_statx_says_no_direct_io(tmp_path: Path, monkeypatch: pytest.Monk
         assert back == b"x" * 5001
 
 
+@pytest.mark.usefixtures("takes_direct")
 def test_larger_device_alignment_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_file, "dio_align_nbytes", lambda _: 16 * KiB)
     real = os.pwritev
@@ -379,9 +396,8 @@ def test_sto_09_memory_is_told_from_disk(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_buffered_mode_leaves_the_page_cache_alone(tmp_path: Path) -> None:
     """16 MiB through buffered mode leave (almost) nothing of the file in memory, counted by mincore."""
-    mincore = pytest.importorskip("ctypes").CDLL(None).mincore
-    import ctypes
-
+    if filesystem_of(tmp_path).kind == "memory":
+        pytest.skip(f"in {tmp_path} the page cache is the storage")
     nbytes = 16 * MiB
     with DirectFile(tmp_path / "f", direct=False) as file:
         for offset in range(0, nbytes, MiB):
@@ -391,7 +407,7 @@ def test_buffered_mode_leaves_the_page_cache_alone(tmp_path: Path) -> None:
         mapping = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         present = (ctypes.c_ubyte * (nbytes // 4096))()
-        assert mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), present) == 0
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), present) == 0
         assert sum(byte & 1 for byte in present) * 4096 < nbytes // 8
 
 
