@@ -17,6 +17,7 @@ from lightning_tieroffload.topology import allocate, rebalance, transport_optimu
 from lightning_tieroffload.topology import allocator as allocator_module
 from lightning_tieroffload.topology.allocator import allocate_by_distance, regions_by_node
 from lightning_tieroffload.topology.exact import transport_optimum_by_distance
+from lightning_tieroffload.topology.exchange import exchange_dense
 from lightning_tieroffload.topology.flows import Allocation, Flow, check_allocation, distance_table
 
 
@@ -103,6 +104,28 @@ def test_any_problem_is_conserved_and_not_below_the_lp(seed, num_senders, num_he
     check_allocation(best, demand, supply)
     assert found.global_cost >= best.global_cost * (1 - 1e-9) - 1e-9
     assert found == allocate(senders, demand, helpers, supply, order=order)
+    if order == "regret":  # up to 256 helpers the exchange runs along whole chains and ends at the optimum
+        assert found.global_cost <= best.global_cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_exchange_ends_at_the_optimum_from_any_start(seed):
+    """From random flows, not from a good order: rows and columns keep their sums, and the LP is reached."""
+    rng = np.random.default_rng(seed)
+    num_senders, num_helpers = rng.integers(2, 12, 2)
+    distance = rng.integers(0, 9, (num_senders, num_helpers)).astype(np.float32)
+    flow = rng.integers(0, 50, (num_senders, num_helpers)) * rng.integers(0, 2, (num_senders, num_helpers))
+    free = rng.integers(0, 30, num_helpers) * rng.integers(0, 2, num_helpers)
+    demand, supply = flow.sum(1), flow.sum(0) + free
+    before = float((distance * flow).sum())
+    num_walks = exchange_dense(distance, flow, free, 10_000)
+    assert (flow >= 0).all()
+    assert (free >= 0).all()
+    assert flow.sum(1).tolist() == demand.tolist()
+    assert (flow.sum(0) + free).tolist() == supply.tolist()
+    after = float((distance * flow).sum())
+    assert (after < before) == (num_walks > 0)
+    assert after == pytest.approx(transport_optimum_by_distance(distance, demand, supply).global_cost)
 
 
 def test_global_cost_is_distance_times_bytes_over_bandwidth():
