@@ -235,7 +235,13 @@ class Script:
                 return total
 
             if row["kind"] == "lbfgs":
-                logged["loss"] = optimizers[0].step(lambda: (closure(), self.clip(model))[0])
+
+                def clipped(model: Any = model, closure: Any = closure) -> torch.Tensor:
+                    loss = closure()
+                    self.clip(model)
+                    return loss
+
+                logged["loss"] = optimizers[0].step(clipped)
                 for optimizer in optimizers[1:]:
                     optimizer.step()
             else:
@@ -279,6 +285,28 @@ def test_pairwise(index: int) -> None:
         Variant(SLOW, prefetch=prefetch, seed=index, every_look=False, budget="tight"),
     ]
     check(script.build, script, variants, seed=index)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(80))
+def test_random_rows(seed: int) -> None:
+    """Any combination at all, under several seeds of the slow store."""
+    draw = random.Random(seed)
+    row: dict[str, str] = {}
+    while not row or not is_possible(row):
+        row = {name: draw.choice(choices) for name, choices in FACTORS.items()}
+    script = Script(row)
+    variants = [
+        Variant(
+            draw.choice((POISON, SLOW, SLOW)),
+            prefetch=draw.choice((1, 2, 4)),
+            seed=draw.randrange(1000),
+            every_look=draw.random() < 0.2,
+            budget=draw.choice(("tight", "starved", "all")),
+        )
+        for _ in range(4)
+    ]
+    check(script.build, script, variants, seed=seed)
 
 
 def test_a_run_of_tens_of_steps_with_everything_on() -> None:
