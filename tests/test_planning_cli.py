@@ -1,0 +1,200 @@
+"""`tieroffload plan` and `estimate`: a configuration in, a plan or an answer out, nothing run, nothing downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_tieroffload.cli.main import main
+from lightning_tieroffload.errors import ConfigError, UnsupportedError
+from lightning_tieroffload.planning import Plan, Profile
+from lightning_tieroffload.planning.estimate import estimate_profile, profile_of_model
+from lightning_tieroffload.planning.profile import REFERENCE_MACHINE, MachineProfile
+
+pytest.importorskip("transformers")
+
+BATCH, SEQ = 2, 64
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        code = main(list(arguments))
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    said = capsys.readouterr()
+    return int(code or 0), said.out, said.err
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig
+
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, max_position_embeddings=256, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(path)  # fmt: skip
+    return path
+
+
+@pytest.fixture(scope="module")
+def profile(model_dir: Path) -> Profile:
+    return estimate_profile(str(model_dir), REFERENCE_MACHINE, batch=BATCH, seq=SEQ, precision="32-true")
+
+
+def test_units_parameters_and_flop_are_the_models(model_dir: Path, profile: Profile) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    assert sum(unit.param_numel for unit in profile.units) == sum(p.numel() for p in model.parameters())
+    layers = [unit for unit in profile.units if ".layers." in unit.name]
+    assert [int(unit.name.rsplit(".", 1)[1]) for unit in layers] == list(range(6)), "execution order"
+    hidden, inner, tokens = 64, 160, BATCH * SEQ
+    linear_numel = 2 * hidden * hidden + 2 * hidden * hidden // 2 + 3 * hidden * inner
+    attention = BATCH * 4 * SEQ * SEQ * (16 + 16)
+    flop = 2 * linear_numel * tokens + attention
+    assert layers[0].forward_s == pytest.approx(flop / (0.1 * REFERENCE_MACHINE.compute_flop_per_s), rel=1e-6)
+    assert layers[0].backward_s == pytest.approx(2 * layers[0].forward_s)
+    assert layers[0].boundary_nbytes == BATCH * SEQ * hidden * 4
+
+
+def test_estimated_activation_bytes_are_what_autograd_really_saves(model_dir: Path, profile: Profile) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    model.config.use_cache = False
+    params = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        is_mask = tensor.dim() == 4 and tensor.shape[-2:] == (SEQ, SEQ) and tensor.shape[1] == 1
+        key = tensor.untyped_storage().data_ptr()
+        if key not in params and not is_mask and key not in saved:
+            saved[key] = tensor.numel() * tensor.element_size()
+            alive.append(tensor)
+        return tensor
+
+    tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=tokens, labels=tokens)
+    # Shape rules lay attention's output out so that it is copied once; the real kernel's is a view. Never too few.
+    estimated = sum(unit.activation_nbytes for unit in profile.units)
+    assert sum(saved.values()) <= estimated <= 1.06 * sum(saved.values())
+
+
+def test_precisions_cost_what_they_say(model_dir: Path) -> None:
+    mixed = estimate_profile(str(model_dir), REFERENCE_MACHINE, batch=1, seq=16, precision="bf16-mixed").units[1]
+    assert (mixed.param_nbytes, mixed.grad_nbytes) == (2 * mixed.param_numel, 2 * mixed.param_numel)
+    assert mixed.state_nbytes == round(10.125 * mixed.param_numel)
+    with pytest.raises(ConfigError, match="bf16-mixed, bf16-true, 32-true"):
+        estimate_profile(str(model_dir), REFERENCE_MACHINE, precision="fp8")
+
+
+def test_a_forward_that_needs_values_is_refused_with_the_way_out() -> None:
+    class Sorts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.layers(x)
+            return y if float(y.sum().item()) > 0 else -y
+
+    with pytest.raises(UnsupportedError, match="tieroffload_profile"):
+        profile_of_model(Sorts, lambda: {"x": torch.zeros(2, 4)}, REFERENCE_MACHINE, precision="32-true")
+
+
+SHAPE = ("--batch", str(BATCH), "--seq", str(SEQ))
+
+
+def test_plan_prints_json_and_writes_a_plan_that_plan_file_takes(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "plan.json"
+    budgets = ("--device-budget", "4MiB", "--dram-budget", "1GiB")
+    code, out, _ = run(capsys, "plan", str(model_dir), *SHAPE, *budgets, "--json", "--save", str(saved))
+    assert code == 0
+    document: dict[str, Any] = json.loads(out)
+    assert document["peak_nbytes"]["device"] <= document["budget_nbytes"]["device"] == 4 * 1024**2
+    assert set(document["forecast"]) == {"step_s", "device_peak_nbytes", "bottleneck"}
+    assert set(document["one_more_gib_saves_s"]) == {"device", "dram"}
+    assert document["tokens_per_s"] == pytest.approx(BATCH * SEQ / document["forecast"]["step_s"])
+    assert Plan.load(saved) == Plan.from_json(document["plan"])
+    code, out, _ = run(capsys, "plan", str(model_dir), *SHAPE, *budgets, "--json", "--plan-file", str(saved))
+    assert code == 0 and json.loads(out)["plan"]["units"] == document["plan"]["units"]
+
+
+def test_plan_prints_a_table_with_forecast_and_what_more_would_buy(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "plan", str(model_dir), *SHAPE, "--device-budget", "8MiB", "--activations", "recompute")
+    assert code == 0
+    assert "activations" in out and "recompute" in out and "tokens/s" in out and "bound by" in out
+    assert "One more GiB would save" in out and "estimated" in out
+
+
+def test_plan_that_cannot_fit_fails_and_names_the_least(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", str(model_dir), *SHAPE, "--device-budget", "100KiB", "--dram-budget", "1GiB")
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert "device_budget to" in err
+    least = int(err.split(" bytes)")[0].rsplit("(", 1)[1])
+    enough = [*arguments[:-3], str(least), *arguments[-2:], "--json"]
+    code, out, _ = run(capsys, *enough)
+    assert code == 0 and json.loads(out)["peak_nbytes"]["device"] <= least
+
+
+def test_estimate_answers_yes_and_no(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "estimate", str(model_dir / "config.json"), *SHAPE, "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert document["fits"] is True and document["tokens_per_s"] > 0 and document["model"]["profile"] == "estimated"
+    code, out, _ = run(capsys, "estimate", str(model_dir), *SHAPE, "--device-budget", "100KiB", "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert document["fits"] is False and document["tier"] == "DEVICE" and document["least_budget_nbytes"] > 100 * 1024
+    code, out, _ = run(capsys, "estimate", str(model_dir), *SHAPE, "--clip", "0")
+    assert code == 0 and "fits:" in out and "tokens/s" in out
+
+
+def test_a_machine_profile_changes_the_forecast(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = tmp_path / "machine.json"
+    slow.write_text(json.dumps(MachineProfile(name="slow", compute_flop_per_s=4.1e12).to_json()))
+    results = []
+    for machine in ((), ("--machine", str(slow))):
+        code, out, _ = run(capsys, "estimate", str(model_dir), *SHAPE, "--json", *machine)
+        assert code == 0
+        results.append(json.loads(out))
+    assert results[1]["machine"] == "slow"
+    assert results[1]["forecast"]["step_s"] > 15 * results[0]["forecast"]["step_s"]
+
+
+def test_a_measured_profile_is_taken_as_it_is_and_only_for_its_batch(
+    tmp_path: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tieroffload_profile.json"
+    profile.save(path)
+    code, out, _ = run(capsys, "estimate", str(path), *SHAPE, "--json")
+    assert code == 0 and json.loads(out)["model"]["num_units"] == len(profile.units)
+    code, _, err = run(capsys, "estimate", str(path), "--batch", "9", "--seq", str(SEQ))
+    assert code == 2 and f"{BATCH}x{SEQ}" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "nowhere/at/all"), "neither a directory"),
+        (("plan", "tiny", "--device-bugdet", "1GiB"), "device_budget"),
+        (("estimate", "tiny", "--device-budget", "8 GGB"), "GGB"),
+    ],
+)
+def test_mistakes_are_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and message in err
