@@ -106,11 +106,11 @@ class Filesystem:
 
 def filesystem_of(path: str | os.PathLike[str]) -> Filesystem:
     """The file system that an existing ``path`` is on, by statfs(2): an O_DIRECT trial does not tell tmpfs apart."""
-    buffer = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes; f_type is its first long
-    if _libc.statfs(os.fsencode(path), buffer) != 0:
+    answer = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes; f_type is its first long
+    if _libc.statfs(os.fsencode(path), answer) != 0:
         code = ctypes.get_errno()
         raise TierIOError(f"statfs({os.fspath(path)}) failed: {os.strerror(code)}", errno=code, path=os.fspath(path))
-    magic = int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
+    magic = int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
     name, kind = _FILESYSTEMS.get(magic, (f"file system 0x{magic:x}", "other"))
     return Filesystem(name, kind)
 
