@@ -20,7 +20,7 @@ from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot, raw_grad, set_raw_grad
 from lightning_tieroffload.engine.streams import LANDED
-from lightning_tieroffload.engine.unit_state import GradPlace, GradRecord, Part, UnitState
+from lightning_tieroffload.engine.unit_state import Factor, GradPlace, GradRecord, Part, UnitState
 from lightning_tieroffload.engine.wire import Wire
 
 __all__ = ["Gradients", "fits_host"]
@@ -213,7 +213,7 @@ class Gradients:
             unit.host_grad(slot).copy_(unit.host_grad(slot, self._wire_dtype_of(slot)))
         host = unit.host_grad(slot)
         for factor in record.factors:
-            host.mul_(factor.to(host.device))
+            host.mul_(factor.on_host())
         record.factors = []
         return host
 
@@ -287,7 +287,7 @@ class Gradients:
         record.ticket.wait()
         value = self.raw_host(slot).to(slot.dtype)
         for factor in record.factors:
-            value.mul_(factor.to(value.device))
+            value.mul_(factor.on_host())
         return value
 
     def unscale(self, slot: ParamSlot, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
@@ -300,15 +300,23 @@ class Gradients:
                 if not bool(torch.isfinite(self.raw_host(slot)).all()):
                     found_inf.fill_(1.0)
                 if float(inv_scale) != 1.0:
-                    record.factors.append(inv_scale.clone().reshape(()))
+                    record.factors.append(self.factor(inv_scale.clone().reshape(())))
                 return
             torch._amp_foreach_non_finite_check_and_unscale_([self.host_value(slot)], found_inf, inv_scale)
 
-    def multiply(self, slot: ParamSlot, factor: torch.Tensor) -> None:
+    def factor(self, tensor: torch.Tensor) -> Factor:
+        """A 0-dim tensor as something that updates can multiply by, read behind what compute has enqueued so far."""
+        tensor = tensor.detach()
+        if tensor.device.type == "cpu":
+            return Factor(tensor, tensor, LANDED)
+        host = torch.empty((), dtype=tensor.dtype, pin_memory=True)
+        return Factor(tensor, host, self._space.download([(host, tensor)], "factor"))
+
+    def multiply(self, slot: ParamSlot, factor: Factor) -> None:
         """Order ``p.grad.mul_(factor)`` for a DRAM gradient."""
         with self._space.lock:
             record = slot.unit.grads[slot.index]
-            record.factors.append(factor.detach())
+            record.factors.append(factor)
             record.norms = {}
 
     def clamp(self, slot: ParamSlot, limit: float) -> None:
@@ -333,7 +341,7 @@ class Gradients:
     def leased_nbytes(self) -> int:
         return self.charged_nbytes
 
-    def update_source(self, slot: ParamSlot) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
+    def update_source(self, slot: ParamSlot) -> tuple[Any, torch.Tensor, list[Factor]]:
         """For a step: (ticket, DRAM gradient behind it, ordered factors). Live gradients are copied down first."""
         unit: UnitState = slot.unit
         record = unit.grads[slot.index]

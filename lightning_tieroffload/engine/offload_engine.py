@@ -84,9 +84,12 @@ class _Core:
             if config.activations == "offload"
             else None
         )
+        # Two units at a time on a GPU: one may wait for its gradients while the other's kernels run.
         # The NVMe lanes come beside this one: the scheduler takes any number of lanes.
         self.scheduler = Scheduler(
-            [LaneSpec(name=_UPDATE_LANE, concurrency=1)], timeout_s=config.io_timeout_s, debug_seed=delays
+            [LaneSpec(name=_UPDATE_LANE, concurrency=1 if on_host else 2)],
+            timeout_s=config.io_timeout_s,
+            debug_seed=delays,
         )
         self.updates = Updates(
             self.space,

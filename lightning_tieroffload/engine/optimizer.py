@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -468,8 +469,10 @@ class Updates:
                     (by_torch if source.kernel is None or source.grad is None else by_kernel).append(source)
                 if by_torch:
                     self._run_torch(raw, cls, by_torch, scalar_dtype)
-                for source in by_kernel:
-                    self._run_kernel(raw, source)
+                # All of a unit's parameters at once: the pool's threads go from one to the next without a gap.
+                running = [self._start_kernel(raw, source) for source in by_kernel]
+                for future in running:
+                    future.result()
 
         if any(source.kernel is not None for source in sources) and self._pool is None and self._make_pool:
             self._pool = self._make_pool()
@@ -509,7 +512,7 @@ class Updates:
                 if isinstance(entry.get(name), torch.Tensor) and entry[name].dtype != dtype:
                     entry[name] = entry[name].to(dtype)
 
-    def _run_kernel(self, raw: Optimizer, source: _Source) -> None:
+    def _start_kernel(self, raw: Optimizer, source: _Source) -> Future[None]:
         kernel, slot = source.kernel, source.slot
         entry = dict.get(raw.state, slot.param)
         if entry is None:
@@ -528,13 +531,14 @@ class Updates:
                 is_first = True
             states[name] = flat_numpy(entry[name])
         grad = source.grad
-        kernel.run(
+        future: Future[None] = kernel.submit(
             self._pool, slot.split if slot.split is not None else flat_numpy(slot.home), flat_numpy(grad), states,
-            step=num_step, group=source.group, grad_scales=[float(f) for f in source.factors],
+            step=num_step, group=source.group, grad_scales=[factor.value() for factor in source.factors],
             grad_format={torch.bfloat16: "bf16", torch.float16: "f16"}.get(grad.dtype, "f32"), is_new_state=is_first,
         )  # fmt: skip
         if not kernel.state_names and not kernel.uses_step:
             dict.pop(raw.state, slot.param, None)
+        return future
 
     # ------------------------------------------------------------------------------------- whole-instance optimizers
     def _step_whole(self, raw: Optimizer, cls: type, closure: Callable[[], Any] | None) -> Any:
@@ -664,7 +668,7 @@ class _Source:
         # A 16-bit gradient stands for the fp32 one that it equals: widened here, and then as torch would multiply.
         grad = self.grad if self.grad.dtype == self.slot.dtype else self.grad.to(self.slot.dtype)
         for factor in self.factors:
-            grad.mul_(factor.to(grad.device))
+            grad.mul_(factor.on_host())
         return grad
 
     def hand_over(self, update: Ticket) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot
+from lightning_tieroffload.engine.unit_state import Factor
 
 __all__ = ["install", "uninstall"]
 
@@ -80,9 +81,12 @@ def _total_norm(
 
 
 def _multiply(items: list[tuple[torch.Tensor, ParamSlot | None]], factor: torch.Tensor) -> None:
+    shared: Factor | None = None
     for p, slot in items:
         if slot is not None:
-            _gradients(slot).multiply(slot, factor)
+            gradients = _gradients(slot)
+            shared = shared or gradients.factor(factor)
+            gradients.multiply(slot, shared)
         else:
             grad = p.grad
             if grad is not None:

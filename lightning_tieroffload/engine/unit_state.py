@@ -28,7 +28,7 @@ from lightning_tieroffload.kernels.split import SplitMaster, merge_f32, num_tie_
 from lightning_tieroffload.memory.arena import PinnedArena
 from lightning_tieroffload.sizes import round_up
 
-__all__ = ["Form", "GradPlace", "GradRecord", "Part", "UnitState", "WireState", "align_nbytes", "flat_numpy"]
+__all__ = ["Factor", "Form", "GradPlace", "GradRecord", "Part", "UnitState", "WireState", "align_nbytes", "flat_numpy"]
 
 _GRAIN_NBYTES = 64  # what an arena rounds a block to
 
@@ -74,6 +74,28 @@ class GradPlace(enum.Enum):
     HOST = "host"  # in the unit's DRAM gradient block
 
 
+class Factor:
+    """A number that gradients are multiplied by, made on the compute device. Any thread may ask for its value.
+
+    ``host`` is a 0-dim host tensor that holds the value once ``landed`` is complete.
+    """
+
+    __slots__ = ("_host", "_landed", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, landed: CopyTicket) -> None:
+        self.tensor = tensor
+        self._host = host
+        self._landed = landed
+
+    def value(self) -> float:
+        self._landed.wait()
+        return float(self._host)
+
+    def on_host(self) -> torch.Tensor:
+        self._landed.wait()
+        return self._host
+
+
 class GradRecord:
     """One parameter's gradient: its place, and factors that were ordered but not multiplied in yet.
 
@@ -84,7 +106,7 @@ class GradRecord:
 
     def __init__(self) -> None:
         self.place = GradPlace.NONE
-        self.factors: list[torch.Tensor] = []
+        self.factors: list[Factor] = []
         self.norms: dict[float, torch.Tensor] = {}
         self.ticket: CopyTicket = LANDED
         self.touched = False  # the user has seen or set it: it stays where it is
