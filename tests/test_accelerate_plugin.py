@@ -127,7 +127,13 @@ def train(
     if save_to is not None:
         made.save_state(str(save_to))
     scale = made.scaler.get_scale() if made.scaler is not None else None
-    return {**snapshot(net, adamw), "seen": seen, "rng": rng_states(), "lr": schedule.get_last_lr(), "scale": scale}
+    result = {**snapshot(net, adamw), "seen": seen, "rng": rng_states(), "lr": schedule.get_last_lr(), "scale": scale}
+    engine = engine_of(net)
+    if engine is not None:
+        engine.close()
+        assert type(adamw) is torch.optim.AdamW
+        assert_same(snapshot(net, adamw), {key: result[key] for key in ("model", "optimizers")})
+    return result
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -155,8 +161,7 @@ def test_grad_scaler_with_an_infinite_gradient(extra: dict[str, Any]) -> None:
     assert ours["scale"] < 65536.0
 
 
-@pytest.mark.parametrize("saver_is_ours", [False, True])
-@pytest.mark.parametrize("loader_is_ours", [False, True])
+@pytest.mark.parametrize(("saver_is_ours", "loader_is_ours"), [(False, True), (True, False), (True, True)])
 def test_save_and_load_state_in_all_directions(saver_is_ours: bool, loader_is_ours: bool, tmp_path: Path) -> None:
     saved = train(saver_is_ours, num_steps=3, save_to=tmp_path / "three")
     optimizer_file = torch.load(tmp_path / "three" / "optimizer.bin", weights_only=False)

@@ -90,7 +90,12 @@ def train(
     if save_to is not None:
         made.save(save_to, {"model": model, "optimizer": optimizer, "step": step})
     result = {**snapshot(net, adamw), "seen": seen, "rng": rng_states()}
-    assert (engine_of(net) is not None) is ours
+    engine = engine_of(net)
+    assert (engine is not None) is ours
+    if engine is not None:
+        engine.close()
+        assert type(adamw) is torch.optim.AdamW
+        assert_same(snapshot(net, adamw), {key: result[key] for key in ("model", "optimizers")})
     return result
 
 
@@ -132,8 +137,7 @@ def test_grad_scaler_with_an_infinite_gradient() -> None:
         assert_same(results[0], results[1])
 
 
-@pytest.mark.parametrize("saver_is_ours", [False, True])
-@pytest.mark.parametrize("loader_is_ours", [False, True])
+@pytest.mark.parametrize(("saver_is_ours", "loader_is_ours"), [(False, True), (True, False), (True, True)])
 def test_save_and_load_in_all_directions(saver_is_ours: bool, loader_is_ours: bool, tmp_path: Path) -> None:
     file = tmp_path / "three.ckpt"
     saved = train(ours=saver_is_ours, num_steps=3, save_to=file)

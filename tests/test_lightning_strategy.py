@@ -188,8 +188,7 @@ def test_grad_scaler_with_an_infinite_gradient(extra: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("first_is_ours", [False, True])
-@pytest.mark.parametrize("second_is_ours", [False, True])
+@pytest.mark.parametrize(("first_is_ours", "second_is_ours"), [(False, True), (True, False), (True, True)])
 def test_resume_in_all_directions(first_is_ours: bool, second_is_ours: bool, tmp_path: Path) -> None:
     options = {"options": {"dropout": 0.1, "batch_norm": True}, "gradient_clip_val": 0.1}
     _, trainer = fit(FAMILIES[0], first_is_ours, max_steps=3, **options)
