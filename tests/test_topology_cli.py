@@ -46,7 +46,10 @@ def test_show_this_machine(tmp_path):
     assert shown["name"] == "host"
     assert shown["sites"][0]["kind"] == "node"
     assert is_png(tmp_path / "host.png")
-    assert "node0" in run("show")
+    assert shown["bandwidths_assumed"]
+    text = run("show")
+    assert "node0" in text
+    assert "assumed: sysfs states distances and no rates" in text
 
 
 def test_allocate_needs(tmp_path):

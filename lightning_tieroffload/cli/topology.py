@@ -421,6 +421,7 @@ def _draw_study(png: Path, study: Study) -> None:
 def _mesh_json(place: Mesh) -> dict[str, Any]:
     return {
         "name": place.name,
+        "bandwidths_assumed": place.distances is not None,  # a live host: sysfs states distances, no rates
         "sites": [
             {
                 "name": site.name,
@@ -448,7 +449,8 @@ def _mesh_json(place: Mesh) -> dict[str, Any]:
 def _print_mesh(place: Mesh) -> None:
     speeds = sorted({link.bytes_per_s for link in place.links})
     rates = f"{format_nbytes(speeds[0])}/s to {format_nbytes(speeds[-1])}/s" if speeds else "none"
-    typer.echo(f"{place.name}: {len(place.sites)} sites, {len(place.links)} directed links ({rates})")
+    assumed = ", assumed: sysfs states distances and no rates" if place.distances is not None else ""
+    typer.echo(f"{place.name}: {len(place.sites)} sites, {len(place.links)} directed links ({rates}{assumed})")
     _print_table(
         ("site", "kind", "x", "y", "DRAM", "TFLOP/s"),
         [
