@@ -126,7 +126,8 @@ def test_plan_prints_json_and_writes_a_plan_that_plan_file_takes(
     assert document["tokens_per_s"] == pytest.approx(BATCH * SEQ / document["forecast"]["step_s"])
     assert Plan.load(saved) == Plan.from_json(document["plan"])
     code, out, _ = run(capsys, "plan", str(model_dir), *SHAPE, *budgets, "--json", "--plan-file", str(saved))
-    assert code == 0 and json.loads(out)["plan"]["units"] == document["plan"]["units"]
+    assert code == 0
+    assert json.loads(out)["plan"]["units"] == document["plan"]["units"]
 
 
 def test_plan_prints_a_table_with_forecast_and_what_more_would_buy(
@@ -134,8 +135,12 @@ def test_plan_prints_a_table_with_forecast_and_what_more_would_buy(
 ) -> None:
     code, out, _ = run(capsys, "plan", str(model_dir), *SHAPE, "--device-budget", "8MiB", "--activations", "recompute")
     assert code == 0
-    assert "activations" in out and "recompute" in out and "tokens/s" in out and "bound by" in out
-    assert "One more GiB would save" in out and "estimated" in out
+    assert "activations" in out
+    assert "recompute" in out
+    assert "tokens/s" in out
+    assert "bound by" in out
+    assert "One more GiB would save" in out
+    assert "estimated" in out
 
 
 def test_plan_that_cannot_fit_fails_and_names_the_least(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,20 +151,27 @@ def test_plan_that_cannot_fit_fails_and_names_the_least(model_dir: Path, capsys:
     least = int(err.split(" bytes)")[0].rsplit("(", 1)[1])
     enough = [*arguments[:-3], str(least), *arguments[-2:], "--json"]
     code, out, _ = run(capsys, *enough)
-    assert code == 0 and json.loads(out)["peak_nbytes"]["device"] <= least
+    assert code == 0
+    assert json.loads(out)["peak_nbytes"]["device"] <= least
 
 
 def test_estimate_answers_yes_and_no(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "estimate", str(model_dir / "config.json"), *SHAPE, "--json")
     assert code == 0
     document = json.loads(out)
-    assert document["fits"] is True and document["tokens_per_s"] > 0 and document["model"]["profile"] == "estimated"
+    assert document["fits"] is True
+    assert document["tokens_per_s"] > 0
+    assert document["model"]["profile"] == "estimated"
     code, out, _ = run(capsys, "estimate", str(model_dir), *SHAPE, "--device-budget", "100KiB", "--json")
     assert code == 0
     document = json.loads(out)
-    assert document["fits"] is False and document["tier"] == "DEVICE" and document["least_budget_nbytes"] > 100 * 1024
+    assert document["fits"] is False
+    assert document["tier"] == "DEVICE"
+    assert document["least_budget_nbytes"] > 100 * 1024
     code, out, _ = run(capsys, "estimate", str(model_dir), *SHAPE, "--clip", "0")
-    assert code == 0 and "fits:" in out and "tokens/s" in out
+    assert code == 0
+    assert "fits:" in out
+    assert "tokens/s" in out
 
 
 def test_a_machine_profile_changes_the_forecast(
@@ -182,9 +194,11 @@ def test_a_measured_profile_is_taken_as_it_is_and_only_for_its_batch(
     path = tmp_path / "tieroffload_profile.json"
     profile.save(path)
     code, out, _ = run(capsys, "estimate", str(path), *SHAPE, "--json")
-    assert code == 0 and json.loads(out)["model"]["num_units"] == len(profile.units)
+    assert code == 0
+    assert json.loads(out)["model"]["num_units"] == len(profile.units)
     code, _, err = run(capsys, "estimate", str(path), "--batch", "9", "--seq", str(SEQ))
-    assert code == 2 and f"{BATCH}x{SEQ}" in err
+    assert code == 2
+    assert f"{BATCH}x{SEQ}" in err
 
 
 @pytest.mark.parametrize(
@@ -197,4 +211,5 @@ def test_a_measured_profile_is_taken_as_it_is_and_only_for_its_batch(
 )
 def test_mistakes_are_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, *arguments)
-    assert code == 2 and message in err
+    assert code == 2
+    assert message in err

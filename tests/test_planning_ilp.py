@@ -131,7 +131,8 @@ def test_recompute_falls_on_the_first_units() -> None:
         picks = [1 if i in units else 0 for i in range(8)]
         if tables.cost(picks).device_peak_nbytes <= instance.device_budget_nbytes:
             costs.append(units)
-    assert costs and all(7 not in units for units in costs)
+    assert costs
+    assert all(7 not in units for units in costs)
     assert tuple(range(sum(recomputed))) in costs
 
 
@@ -144,7 +145,8 @@ def test_parameters_leave_the_first_units() -> None:
     instance = instance_of(units, 6 * 100 * MiB + 5 * 200 * MiB, machine=no_slack, prefetch_units=(1,))
     plan = solve(instance, forecast=False)
     away = [i for i, line in enumerate(plan.units) if line.param_home is not Tier.DEVICE]
-    assert away and max(away) < 4, "the two units staged at the turn gain nothing by leaving"
+    assert away
+    assert max(away) < 4, "the two units staged at the turn gain nothing by leaving"
 
 
 def test_optimizer_offload_falls_on_the_last_units() -> None:
@@ -183,8 +185,10 @@ def test_activations_are_offloaded_where_the_transfer_hides_and_not_where_it_doe
         plan = solve(instance, forecast=False)
         chosen[machine.name, machine.h2d_bytes_per_s] = [line.activation for line in plan.units]
     fast, slow = chosen.values()
-    assert ActivationChoice.OFFLOAD_DRAM in fast and ActivationChoice.RECOMPUTE not in fast
-    assert ActivationChoice.OFFLOAD_DRAM not in slow and ActivationChoice.RECOMPUTE in slow
+    assert ActivationChoice.OFFLOAD_DRAM in fast
+    assert ActivationChoice.RECOMPUTE not in fast
+    assert ActivationChoice.OFFLOAD_DRAM not in slow
+    assert ActivationChoice.RECOMPUTE in slow
 
 
 # ------------------------------------------------------------------------------------------------------- long models
@@ -244,7 +248,8 @@ def test_time_limit_takes_the_better_of_incumbent_and_greedy(monkeypatch: pytest
     others = solver._baseline_candidates(instance)
     assert plan.step_s == pytest.approx(min(c.step_s for c in others))
     assert plan.step_s >= usual.step_s
-    assert "stopped early" in plan.note and "cheaper" in plan.note
+    assert "stopped early" in plan.note
+    assert "cheaper" in plan.note
     assert 0 < plan.mip_gap < 1, "against the relaxation's bound"
 
 
@@ -344,7 +349,8 @@ def test_two_tiers_too_small_name_both() -> None:
     instance = instance_of(chain(4), 1 * GiB, dram_budget_nbytes=1 * GiB, update_places=(UpdatePlace.CPU,))
     with pytest.raises(InfeasiblePlanError, match="DEVICE and DRAM are both too small") as caught:
         solve(instance, forecast=False)
-    assert caught.value.tier == "DEVICE" and caught.value.least_budget_nbytes is not None
+    assert caught.value.tier == "DEVICE"
+    assert caught.value.least_budget_nbytes is not None
     words = str(caught.value).split(" bytes)")
     device, dram = (int(text.rsplit("(", 1)[1]) for text in words[:2])
     assert device == caught.value.least_budget_nbytes

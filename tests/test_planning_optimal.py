@@ -88,7 +88,8 @@ def test_pruned_options_are_never_missed() -> None:
         codes = tuple(tuple(OPTIONS[o].code for o in np.flatnonzero(row)) for row in needed)
         pruned = baselines.brute_force(dataclasses.replace(instance, options=codes), prefetch)
         full = baselines.brute_force(instance, prefetch)
-        assert pruned is not None and full is not None
+        assert pruned is not None
+        assert full is not None
         num_pruned += int(instance.allowed().sum() - needed.sum())
         assert pruned[1] == pytest.approx(full[1], rel=1e-12)
     assert num_pruned > 100

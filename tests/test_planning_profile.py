@@ -103,7 +103,9 @@ def test_plan_file_round_trip_and_table(tmp_path: Path) -> None:
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(plan.as_table())
     text = console.export_text()
-    assert "unit0" in text and plan.units[0].activation.value in text and plan.forecast.bottleneck in text
+    assert "unit0" in text
+    assert plan.units[0].activation.value in text
+    assert plan.forecast.bottleneck in text
 
 
 def test_plan_file_that_is_not_a_plan_is_refused(tmp_path: Path) -> None:

@@ -168,7 +168,9 @@ def test_the_cost_model_and_the_simulator_agree_on_random_jobs() -> None:
         plan = solve(random_instance(seed, 5))
         ratios.append(plan.forecast.step_s / plan.step_s)
     ratios.sort()
-    assert ratios[0] > 0.85 and ratios[len(ratios) // 2] < 1.1 and ratios[-1] < 1.6
+    assert ratios[0] > 0.85
+    assert ratios[len(ratios) // 2] < 1.1
+    assert ratios[-1] < 1.6
 
 
 def test_best_plan_is_no_slower_than_any_planner_by_the_simulator() -> None:
@@ -210,7 +212,8 @@ def test_lifetime_moves_what_scores_even_when_all_fits_and_is_more_careful_when_
     instance = problem(4, param_numel=1, grad_nbytes=1, state_nbytes=450_000_000, forward_s=1.0, backward_s=3.0)
     later = lifetime_picks(instance, 1)
     cold = lifetime_picks(instance, 1, num_steps_seen=4)
-    assert later is not None and cold is not None
+    assert later is not None
+    assert cold is not None
     # 0.4 x 0.9 + 0.6 x 1 = 0.96 would pass both; a 16 s step scores 0.36 + 0.6 = 0.96.
     assert all(OPTIONS[pick].state_home is not Tier.DEVICE for pick in later)
     shorter = dataclasses.replace(

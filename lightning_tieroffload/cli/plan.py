@@ -1,4 +1,4 @@
-"""Floor 7. `tieroffload plan` and `tieroffload estimate`: what a job would take, from a configuration and no run.
+"""Floor 8. `tieroffload plan` and `tieroffload estimate`: what a job would take, from a configuration and no run.
 
 Translation only: reads options, has the profile estimated (or takes a measured one), calls the planner, prints a table
 or JSON. Every budget is an option; "auto" is the machine profile's memory less a margin, so that a plan can be made for
