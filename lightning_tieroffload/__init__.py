@@ -1,4 +1,4 @@
-"""Floor 12. The package's door: names that are imported when first asked for.
+"""Floor 11. The package's door: names that are imported when first asked for.
 
 Owns no behaviour. Importing it imports neither torch nor lightning nor accelerate; it does install the import hooks
 that make `strategy="tieroffload"` known, which is the way in where torch's own autoloading is switched off.

@@ -214,6 +214,38 @@ def test_trn_17_configuration_is_immutable() -> None:
     assert config == before == pickle.loads(pickle.dumps(config))
 
 
+def test_trn_17_evaluation_does_not_change_the_configuration() -> None:
+    import lightning.pytorch as pl
+    import torch
+
+    from lightning_tieroffload import TierOffloadStrategy
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layers(batch).square().mean()
+
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.log("loss", self.layers(batch).square().mean())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    strategy = TierOffloadStrategy(device_budget="64KiB", dram_budget="1MiB", prefetch_units=1)
+    before = copy.deepcopy(strategy.config)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_steps=2, enable_model_summary=False, **quiet)
+    data = torch.utils.data.DataLoader(torch.randn(4, 8), batch_size=2)
+    model = Model()
+    trainer.fit(model, data, data)
+    trainer.validate(model, data, verbose=False)
+    assert strategy.config == before
+    assert strategy.config.to_json() == before.to_json()
+
+
 def test_round_trips() -> None:
     config = TierOffloadConfig(**VALID)
     assert TierOffloadConfig.from_mapping(config.to_dict()) == config
