@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["LLAMA_SIZES", "LlamaShape", "LlamaSize"]
+__all__ = ["LLAMA_SIZES", "DecoderLayer", "LlamaShape", "LlamaSize", "RMSNorm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSize:
-    """Hyper-parameters of one size. Parameters are counted with the embedding tied to the head where ``tied``."""
+    """Hyper-parameters of one shape. Parameters are counted with the embedding tied to the head where ``tied``."""
 
     hidden: int
     num_layers: int
@@ -58,20 +58,20 @@ class RMSNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, size: LlamaSize) -> None:
+    def __init__(self, shape: LlamaSize) -> None:
         super().__init__()
-        self.size = size
-        head = size.head_size or size.hidden // size.num_heads
+        self.shape = shape
+        head = shape.head_size or shape.hidden // shape.num_heads
         self.head = head
-        self.attention_norm = RMSNorm(size.hidden)
-        self.q = nn.Linear(size.hidden, size.num_heads * head, bias=False)
-        self.k = nn.Linear(size.hidden, size.num_kv_heads * head, bias=False)
-        self.v = nn.Linear(size.hidden, size.num_kv_heads * head, bias=False)
-        self.o = nn.Linear(size.num_heads * head, size.hidden, bias=False)
-        self.mlp_norm = RMSNorm(size.hidden)
-        self.gate = nn.Linear(size.hidden, size.intermediate, bias=False)
-        self.up = nn.Linear(size.hidden, size.intermediate, bias=False)
-        self.down = nn.Linear(size.intermediate, size.hidden, bias=False)
+        self.attention_norm = RMSNorm(shape.hidden)
+        self.q = nn.Linear(shape.hidden, shape.num_heads * head, bias=False)
+        self.k = nn.Linear(shape.hidden, shape.num_kv_heads * head, bias=False)
+        self.v = nn.Linear(shape.hidden, shape.num_kv_heads * head, bias=False)
+        self.o = nn.Linear(shape.num_heads * head, shape.hidden, bias=False)
+        self.mlp_norm = RMSNorm(shape.hidden)
+        self.gate = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
@@ -91,9 +91,9 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
 
 
-def _angles(size: LlamaSize, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _angles(shape: LlamaSize, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary cosines and sines, fp32, of shape (max_length, head_size)."""
-    head = size.head_size or size.hidden // size.num_heads
+    head = shape.head_size or shape.hidden // shape.num_heads
     angles = torch.outer(torch.arange(max_length), 500000.0 ** (-torch.arange(0, head, 2) / head))
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
@@ -102,28 +102,30 @@ def _angles(size: LlamaSize, max_length: int) -> tuple[torch.Tensor, torch.Tenso
 class LlamaShape(nn.Module):
     """``forward(ids)`` with int64 ids of shape (batch, length) gives the mean next-token loss, a scalar."""
 
-    def __init__(self, size: LlamaSize, *, max_length: int, recompute: bool = True, loss_chunk: int = 2048) -> None:
+    def __init__(
+        self, shape: LlamaSize, *, max_length: int, recompute: bool = True, loss_positions: int = 2048
+    ) -> None:
         super().__init__()
-        self.size = size
+        self.shape = shape
         self.recompute = recompute
-        self.loss_chunk = loss_chunk
-        self.embedding = nn.Embedding(size.vocabulary, size.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(size) for _ in range(size.num_layers))
-        self.norm = RMSNorm(size.hidden)
-        self.head = nn.Linear(size.hidden, size.vocabulary, bias=False)
-        if size.tied:
+        self.loss_positions = loss_positions
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        if shape.tied:
             self.head.weight = self.embedding.weight
-        cos, sin = _angles(size, max_length)
+        cos, sin = _angles(shape, max_length)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     @classmethod
     def with_random_weights(
-        cls, size: LlamaSize, *, max_length: int, seed: int, device: torch.device, recompute: bool = True
+        cls, shape: LlamaSize, *, max_length: int, seed: int, device: torch.device, recompute: bool = True
     ) -> LlamaShape:
         """The model on the CPU; each weight is drawn on ``device`` by a generator of its own, which is fast."""
         with torch.device("meta"):
-            model = cls(size, max_length=max_length, recompute=recompute)
+            model = cls(shape, max_length=max_length, recompute=recompute)
         made: dict[int, nn.Parameter] = {}
         for index, module in enumerate(model.modules()):
             for offset, (name, p) in enumerate(list(module._parameters.items())):
@@ -137,7 +139,7 @@ class LlamaShape(nn.Module):
                         value = torch.empty(p.shape, device=device).normal_(0.0, 0.02, generator=generator).cpu()
                     made[id(p)] = nn.Parameter(value)
                 module._parameters[name] = made[id(p)]
-        model.cos, model.sin = _angles(size, max_length)
+        model.cos, model.sin = _angles(shape, max_length)
         return model
 
     def num_parameters(self) -> int:
@@ -152,8 +154,8 @@ class LlamaShape(nn.Module):
         x = self.norm(x)[:, :-1].flatten(0, 1)
         labels = ids[:, 1:].flatten()
         total = x.new_zeros((), dtype=torch.float32)
-        for start in range(0, x.shape[0], self.loss_chunk):
-            part, wanted = x[start : start + self.loss_chunk], labels[start : start + self.loss_chunk]
+        for start in range(0, x.shape[0], self.loss_positions):
+            part, wanted = x[start : start + self.loss_positions], labels[start : start + self.loss_positions]
             total = total + checkpoint(self._loss, part, wanted, use_reentrant=False)
         return total / labels.numel()
 

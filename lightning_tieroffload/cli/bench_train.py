@@ -32,7 +32,7 @@ FACES = ("plain", "lightning", "accelerate", "resident")
 
 def bench_train(
     ctx: typer.Context,
-    size: str = typer.Option("tiny", help=f"One of {', '.join(LLAMA_SIZES)}."),
+    model_size: str = typer.Option("tiny", "--size", help=f"One of {', '.join(LLAMA_SIZES)}."),
     batch: int = typer.Option(8, help="Sequences a micro-batch."),
     seq: int = typer.Option(2048, help="Tokens a sequence."),
     steps: int = typer.Option(20, help="Timed steps."),
@@ -50,7 +50,7 @@ def bench_train(
     config, rest = take_settings(list(ctx.args))
     refuse_rest(rest)
     if (
-        size not in LLAMA_SIZES
+        model_size not in LLAMA_SIZES
         or face not in FACES
         or amp not in ("bf16-mixed", "32")
         or against not in ("", "resident")
@@ -60,7 +60,7 @@ def bench_train(
             "--against resident."
         )
     job: dict[str, Any] = {
-        "size": size, "batch": batch, "seq": seq, "steps": steps, "warmup": warmup, "grad_accum": grad_accum,
+        "size": model_size, "batch": batch, "seq": seq, "steps": steps, "warmup": warmup, "grad_accum": grad_accum,
         "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed, "config": config.to_json(),
     }  # fmt: skip
     ours = _in_a_process(job)
@@ -126,13 +126,13 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda" and job["cap"]:
         total_nbytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(parse_nbytes(job["cap"], key="cap") / total_nbytes)
-    size = LLAMA_SIZES[job["size"]]
+    shape = LLAMA_SIZES[job["size"]]
     start_s = time.perf_counter()
-    model = LlamaShape.with_random_weights(size, max_length=job["seq"], seed=job["seed"], device=device)
+    model = LlamaShape.with_random_weights(shape, max_length=job["seq"], seed=job["seed"], device=device)
     generator = torch.Generator().manual_seed(job["seed"] + 1)
     num_steps = job["warmup"] + job["steps"]
     data = torch.randint(
-        size.vocabulary, (num_steps * job["grad_accum"], job["batch"], job["seq"]), generator=generator
+        shape.vocabulary, (num_steps * job["grad_accum"], job["batch"], job["seq"]), generator=generator
     )
     timer = _Timer(device, job["warmup"])
     build_s = time.perf_counter() - start_s

@@ -46,7 +46,7 @@ from lightning_tieroffload.errors import InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
 from lightning_tieroffload.sizes import format_nbytes, round_up
 
-__all__ = ["OffloadEngine", "engine_of"]
+__all__ = ["OffloadEngine", "engine_of", "spec_nbytes"]
 
 _log = logging.getLogger(__name__)
 _UPDATE_LANE = "update"

@@ -33,7 +33,17 @@ from lightning_tieroffload.engine.unit_state import GradPlace, UnitState, flat_n
 from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import TierOffloadError
 
-__all__ = ["Updates", "adopt", "is_adopted", "user_class"]
+__all__ = [
+    "TierOptimizer",
+    "TierState",
+    "Updates",
+    "adopt",
+    "host_param",
+    "is_adopted",
+    "release",
+    "user_class",
+    "write_back_host_param",
+]
 
 # Classes of torch whose update of one parameter reads nothing but that parameter, its gradient and its state.
 _PER_PARAMETER = frozenset(

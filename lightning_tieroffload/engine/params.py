@@ -28,6 +28,7 @@ __all__ = [
     "ComputeParameter",
     "PagedParameter",
     "ParamSlot",
+    "SlotOwner",
     "managed_slot",
     "raw_data",
     "raw_grad",

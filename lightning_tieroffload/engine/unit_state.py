@@ -38,7 +38,7 @@ def align_nbytes(device: torch.device) -> int:
     return 512 if device.type == "cuda" else 64
 
 
-def storage_owners(storage: torch.UntypedStorage) -> int:
+def _storage_owners(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage objects refer to this storage."""
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined,no-any-return]
 
@@ -179,7 +179,7 @@ class Part:
     def seal(self) -> None:
         """The storage has all the views that are the unit's own; from here on any other is an alias. Released."""
         self.release()
-        self._num_own_refs = storage_owners(self.storage)
+        self._num_own_refs = _storage_owners(self.storage)
 
     def device_view(self, index: int) -> torch.Tensor:
         slot = self.slots[index]
@@ -194,7 +194,7 @@ class Part:
 
     def num_aliases(self) -> int:
         """Tensors outside the unit that share the storage. See [Note: handed-out tensors]."""
-        return storage_owners(self.storage) - self._num_own_refs
+        return _storage_owners(self.storage) - self._num_own_refs
 
     def materialise(self, *, poison: bool) -> None:
         with torch.inference_mode(False):

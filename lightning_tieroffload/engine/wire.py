@@ -5,7 +5,7 @@ matmul in 16 bits. If every use of the weight is that cast, the weight may trave
 the bits that autocast would have made, and its 16-bit gradient, widened, is the fp32 gradient of the plain run. So a
 castable weight is first watched with everything in full: each use under autocast is counted, anything else refuses the
 unit for good. A unit whose castable weights were each used exactly once per pass becomes ready between two steps. From
-then on each use gets a stand-in (``WireCast``), and whatever is not autocast's own cast still finds the fp32 weight:
+then on each use gets a stand-in (``_WireCast``), and whatever is not autocast's own cast still finds the fp32 weight:
 its full part is fetched for that call, and the unit travels in full again from there on.
 
 Used twice in one pass, autocast's cache would sum the two gradients in 16 bits; that is why it takes "exactly once".
@@ -45,7 +45,7 @@ def wire_dtype(device: torch.device) -> torch.dtype | None:
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
 
-class WireCast(torch.autograd.Function):
+class _WireCast(torch.autograd.Function):
     """Autocast's cast of a weight without reading the weight: the wire copy out, the gradient widened."""
 
     @staticmethod
@@ -96,7 +96,7 @@ class Wire:
     def _stand_in(self, slot: ParamSlot) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled() and slot.param.requires_grad:
-                return WireCast.apply(slot.param, slot)  # type: ignore[no-untyped-call,no-any-return]
+                return _WireCast.apply(slot.param, slot)  # type: ignore[no-untyped-call,no-any-return]
             return slot.unit.wire.fresh_view(slot)  # type: ignore[no-any-return]
 
     def _used(self, slot: ParamSlot, dtype: torch.dtype) -> bool:

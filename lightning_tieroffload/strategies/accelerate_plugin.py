@@ -1,4 +1,4 @@
-"""Floor 9. The face for Accelerate: a few methods of `Accelerator`, wrapped in place.
+"""Floor 11. The face for Accelerate: a few methods of `Accelerator`, wrapped in place.
 
 Owns nothing between calls; a process that was not started with a `tieroffload_config` never gets here, and an
 `Accelerator` that is made while none is in force stays as it is. Accelerate has no slot for a third party's plugin, and

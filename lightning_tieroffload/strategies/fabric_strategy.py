@@ -1,4 +1,4 @@
-"""Floor 9. The face for Fabric, of `lightning.fabric` and of `lightning_fabric`.
+"""Floor 11. The face for Fabric, of `lightning.fabric` and of `lightning_fabric`.
 
 Owns the translation of Fabric's calls. Fabric has no end: an engine lives until `engine_of(model).close()` or until
 its model is gone.

@@ -1,4 +1,4 @@
-"""Floor 9. The face for transformers' Trainer: what it does to the model before Accelerate gets it.
+"""Floor 11. The face for transformers' Trainer: what it does to the model before Accelerate gets it.
 
 Everything else goes through `accelerate_plugin`. A process without a `tieroffload_config` never gets here, and a
 Trainer whose Accelerator is not ours stays as it is.

@@ -1,4 +1,4 @@
-"""Floor 9. The face for Lightning's Trainer, and `TierOffloadStrategy`, the one name for Trainer and Fabric.
+"""Floor 11. The face for Lightning's Trainer, and `TierOffloadStrategy`, the one name for Trainer and Fabric.
 
 Owns the translation of Lightning's calls into the engine's, for as long as a fit, validate, test or predict runs: the
 engine is attached in `setup` and closed in `teardown`, and outside of these the model is ordinary.
