@@ -450,3 +450,34 @@ def test_con_04_interrupt_at_random_points_ends_in_order(tmp_path: Path) -> None
         [sys.executable, "-c", INTERRUPTED, str(tmp_path)], cwd=REPO, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_transfer_that_is_refused_half_way_leaves_the_memory_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Something fails while pieces are being submitted: those under way have ended when the caller hears of it."""
+    rig.store.allocate("s", 100_000, num_versions=2)
+    rig.mover.write("s", memoryview(pattern(100_000, 1))).wait()
+    real = rig.scheduler.submit
+    submitted: list[TransferTicket[Any]] = []
+
+    def fail_fourth(*args: Any, **kwargs: Any) -> Any:
+        if len(submitted) == 3:
+            raise OSError("refused")
+        submitted.append(real(*args, **kwargs))
+        return submitted[-1]
+
+    back = bytearray(100_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.scheduler, "submit", fail_fourth)
+        move = rig.mover.read if verb == "read" else rig.mover.write
+        with pytest.raises(OSError, match="refused"):
+            move("s", memoryview(back))
+        assert len(submitted) == 3
+        assert all(ticket.done() for ticket in submitted)
+    rig.mover.read("s", memoryview(back)).wait()
+    assert back == pattern(100_000, 1)
+    rig.mover.write("s", memoryview(pattern(100_000, 3)))
+    rig.mover.read("s", memoryview(back)).wait()
+    assert back == pattern(100_000, 3)

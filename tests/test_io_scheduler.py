@@ -928,3 +928,46 @@ def test_chains_of_thousands_end(way: str) -> None:
     assert all(ticket.done() for ticket in tickets)
     scheduler.raise_pending_error()
     scheduler.close()
+
+
+def test_con_01_dead_lane_thread_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a work that fails but the thread's own code: it must not end in silence, and close must not wait for it."""
+    scheduler = one_lane()
+    ticket = scheduler.submit("read", int, label="x")
+    ticket.wait()
+    lane = scheduler._core.lanes["read"]
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lane, "finish", broken)
+        with pytest.raises(TierOffloadError, match="a thread of lane read died: RuntimeError: a bug"):  # noqa: PT012
+            for _ in range(3):
+                scheduler.submit("read", int, label="y").wait()
+    scheduler.close()
+
+
+def test_expedited_before_it_was_even_queued() -> None:
+    """Two entries of one rank: they are told apart without comparing tickets."""
+    with one_lane() as scheduler:
+        with scheduler._core._lock:  # so that both stay in the inbox
+            tickets = [scheduler.submit("read", int, label=str(i)) for i in range(5)]
+            for ticket in tickets:
+                scheduler.expedite(ticket)
+        scheduler._core._pump()
+        for ticket in tickets:
+            assert ticket.wait() == 0
+        assert scheduler.report()["read"]["num_queued"] == 0
+
+
+def test_looking_in_now_and_then_does_not_shorten_close() -> None:
+    """Short waits are no sign of a stuck device: close still gives a running work the scheduler's whole time."""
+    scheduler = one_lane()
+    gate = Gate()
+    ticket = scheduler.submit("read", gate, label="slow")
+    with pytest.raises(TransferTimeoutError):
+        ticket.wait(0.01)
+    assert not scheduler._core._had_timeout
+    gate.open.set()
+    scheduler.close()

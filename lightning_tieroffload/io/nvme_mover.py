@@ -145,10 +145,7 @@ class NvmeMover:
         with self._order_lock:
             order = self._order.setdefault(name, _Order())
             before = self._barrier(name, [order.write])
-            pieces = [
-                self._submit("read", piece, memory, version, name, priority, urgent, (*after, *before))
-                for piece in self._store.pieces_of(name)
-            ]
+            pieces = self._submit_all("read", memory, version, name, priority, urgent, (*after, *before))
             ticket: TransferTicket[None] = self._scheduler.when_all(
                 pieces,
                 label=f"read {name}",
@@ -177,10 +174,6 @@ class NvmeMover:
         with self._order_lock:
             order = self._order.setdefault(name, _Order())
             before = self._barrier(name, [order.write, *order.reads])
-            pieces = [
-                self._submit("write", piece, memory, version, name, priority, urgent, (*after, *before))
-                for piece in self._store.pieces_of(name)
-            ]
 
             def give_up(error: BaseException) -> None:
                 opened = version.opened()
@@ -188,6 +181,13 @@ class NvmeMover:
                     opened.abort(error)
                 raise error
 
+            try:
+                pieces = self._submit_all("write", memory, version, name, priority, urgent, (*after, *before))
+            except BaseException as error:
+                opened = version.opened()
+                if opened is not None:
+                    opened.abort(error)
+                raise
             ticket: TransferTicket[None] = self._scheduler.when_all(
                 pieces,
                 label=f"write {name}",
@@ -231,6 +231,26 @@ class NvmeMover:
         if len(memory) != nbytes:
             raise ValueError(f"{name} has {nbytes} bytes, memory of {len(memory)} bytes was given")
         return memory
+
+    def _submit_all(
+        self,
+        verb: str,
+        memory: memoryview,
+        version: _Lazy[Any],
+        name: str,
+        priority: int,
+        urgent: bool,
+        after: tuple[Ticket, ...],
+    ) -> list[TransferTicket[None]]:
+        """The tickets of every piece; or none is under way when it raises, so that the memory is the caller's again."""
+        pieces: list[TransferTicket[None]] = []
+        try:
+            for piece in self._store.pieces_of(name):
+                pieces.append(self._submit(verb, piece, memory, version, name, priority, urgent, after))
+        except BaseException:  # the scheduler refuses more, since something else has failed meanwhile
+            self._scheduler.abandon(pieces)
+            raise
+        return pieces
 
     def _submit(
         self,

@@ -306,13 +306,18 @@ class _Parking:
         self._is_signalled = False
 
 
+_Entry = tuple[tuple[int, int, int], int, TransferTicket[Any]]
+
+
 class _Lane:
     """The queue and the counts of one lane. No method blocks; every one is called under the scheduler's lock."""
 
     def __init__(self, spec: LaneSpec, timeout_s: float) -> None:
         self.spec = spec
         self.timeout_s = timeout_s if spec.timeout_s is None else spec.timeout_s
-        self.heap: list[tuple[tuple[int, int, int], TransferTicket[Any]]] = []
+        # (rank, serial, ticket). A ticket that was expedited is in it twice, even with one rank: the serial decides.
+        self.heap: list[_Entry] = []
+        self._serial = itertools.count()
         self.running: dict[TransferTicket[Any], None] = {}
         self.running_nbytes = 0
         self.num_running_by_owner: collections.Counter[str] = collections.Counter()
@@ -326,32 +331,32 @@ class _Lane:
         self.busy_s = 0.0
 
     def push(self, ticket: TransferTicket[Any]) -> None:
-        heapq.heappush(self.heap, (ticket._rank, ticket))
+        heapq.heappush(self.heap, (ticket._rank, next(self._serial), ticket))
 
     def choose(self) -> TransferTicket[Any] | None:
         """The ticket that runs next, claimed and counted as running; None when nothing is ready or allowed."""
-        aside: list[tuple[tuple[int, int, int], TransferTicket[Any]]] = []
+        aside: list[_Entry] = []
         chosen = None
         bounds_owners = self.max_running_per_owner < self.spec.concurrency
         while self.heap:
-            rank, ticket = self.heap[0]
+            rank, _, ticket = self.heap[0]
             if rank != ticket._rank or not ticket._claim:  # expedited or cancelled since
                 heapq.heappop(self.heap)
                 continue
             if not self._fits(ticket):
                 break  # strictly in order: a large transfer is not overtaken for ever by small ones
-            heapq.heappop(self.heap)
+            entry = heapq.heappop(self.heap)
             if (
                 bounds_owners
                 and len(aside) < _SCAN_LIMIT
                 and self.num_running_by_owner[ticket._owner] >= self.max_running_per_owner
             ):
-                aside.append((rank, ticket))
+                aside.append(entry)
                 continue
             if self._claim(ticket):
                 chosen = ticket
                 break
-        for index, (_, ticket) in enumerate(aside):
+        for index, (_, _, ticket) in enumerate(aside):
             # Nobody else waits: an owner alone may use the whole lane.
             if chosen is None and self._fits(ticket) and self._claim(ticket):
                 chosen = ticket
@@ -387,7 +392,7 @@ class _Lane:
             self.done_nbytes += ticket.nbytes
 
     def num_queued(self) -> int:
-        return sum(1 for rank, ticket in list(self.heap) if ticket._claim and rank == ticket._rank)
+        return sum(1 for rank, _, ticket in list(self.heap) if ticket._claim and rank == ticket._rank)
 
     def describe(self) -> str:
         running = ", ".join(f"{ticket.label} {ticket._state()}" for ticket in list(self.running)[:4])
@@ -642,7 +647,7 @@ class _Core:
     def _start_lane_thread(self, lane: _Lane) -> None:
         self.supervise()
         thread = threading.Thread(
-            target=self._lane_thread,
+            target=self._lane_thread_guarded,
             args=(lane,),
             name=f"{self.name}-{lane.spec.name}-{next(lane.thread_index)}",
             daemon=True,
@@ -677,6 +682,16 @@ class _Core:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
+    def _lane_thread_guarded(self, lane: _Lane) -> None:
+        try:
+            self._lane_thread(lane)
+        except BaseException as error:  # not of a work (`_run` keeps those): a fault of ours, which must not be silent
+            failure = TierOffloadError(f"a thread of lane {lane.spec.name} died: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.record_error(failure)
+        finally:
+            self._threads[threading.current_thread()].set()
+
     def _lane_thread(self, lane: _Lane) -> None:
         parking = _Parking()
         ticket: TransferTicket[Any] | None = None
@@ -700,7 +715,6 @@ class _Core:
                     self._dispatch_locked(lane)  # the bound on bytes may let several small works in at once
             self._pump()
             if is_last:
-                self._threads[threading.current_thread()].set()
                 return
             if ticket is None:
                 if self._closing:  # it began after we looked and may have missed us
@@ -787,7 +801,8 @@ class _Core:
             while not ticket._done and not (ends_on_error and self.pending_error is not None):
                 waited_s = time.monotonic() - started_s
                 if waited_s >= timeout_s:
-                    self._had_timeout = True
+                    if timeout_s >= self.timeout_s:  # not so for a caller that only looks in now and then
+                        self._had_timeout = True
                     raise TransferTimeoutError(self._timeout_message(ticket, waited_s))
                 sleeper.acquire(timeout=min(_POLL_S, timeout_s - waited_s))
         finally:
@@ -804,6 +819,12 @@ class _Core:
             f"{ticket._state()}; awaited by thread {threading.current_thread().name}. {self.describe()}. "
             f"Is the device under the lane stuck or very slow? Raise io_timeout_s if it is only slow."
         )
+
+    def abandon(self, tickets: Sequence[TransferTicket[Any]]) -> None:
+        for ticket in tickets:
+            self.cancel(ticket)
+        for ticket in tickets:
+            self._park(ticket, self.timeout_s, ends_on_error=False)
 
     def drain(self, timeout_s: float | None) -> None:
         self.check_process()
@@ -1120,6 +1141,13 @@ class Scheduler:
         Of a `when_all` ticket, those of its works that have not started are cancelled; it ends when the others have.
         """
         return self._core.cancel(ticket)
+
+    def abandon(self, tickets: Sequence[TransferTicket[Any]]) -> None:
+        """Cancel what has not started and wait for the rest to end, whatever its outcome: then its memory is free.
+
+        For who has submitted a part of something and cannot submit the rest. Raises ``TransferTimeoutError`` only.
+        """
+        self._core.abandon(tickets)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is queued or running, then raise the first error if there is one."""
