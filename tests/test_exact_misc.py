@@ -503,7 +503,6 @@ def test_multihead_attention_and_its_fast_path() -> None:
     check(with_adamw(Net), loop, QUICK)
 
 
-@pytest.mark.xfail(strict=True, reason="the encoder itself looks at its first layer's parameters, outside their window")
 def test_transformer_encoder_with_padding_takes_the_nested_path() -> None:
     """In eval mode a padded batch runs as a nested tensor, as in plain: the choice looks at parameters' classes."""
 

@@ -518,6 +518,9 @@ class DeviceSpace:
                 for part in parts:
                     part.num_leases -= 1
                 raise
+            if unit.wire is not None and unit.wire not in parts and torch.is_grad_enabled():
+                for slot in unit.wire.slots:
+                    slot.is_mixed = True  # what is used in full in this window is not seen
             unit.num_windows += 1
             if unit.num_windows == 1:
                 plain = nn.Parameter if unit.is_compiled else ComputeParameter

@@ -77,6 +77,7 @@ class _Core:
             delay_seed=delays,
         )
         self.wire = Wire(self.space)
+        torch_patches.when_autocast_ends(self.wire.drop_casts)
         self.gradients = Gradients(self.space, self.wire)
         self.kept_storages: set[int] = set()  # of buffers and unmanaged parameters
         self.activations = (
@@ -239,7 +240,7 @@ class OffloadEngine:
 
     def _take(self, model: nn.Module) -> None:
         units = find_units(model, self.config.units)
-        self._check_budgets(units.units)
+        self._check_budgets(model, units.units)
         torch_patches.install()
         self.core.num_open += 1
         self.core.engines.append(weakref.ref(self))
@@ -258,7 +259,7 @@ class OffloadEngine:
                 if buffer is not None and buffer.layout == torch.strided:
                     self.core.kept_storages.add(buffer.untyped_storage()._cdata)
             self._hooks.bracket_state_dict(module, self._snapshots.clear)
-        self._hook_modules(wrapper_of)
+        self._hook_modules(model, wrapper_of)
 
     def _take_unit(self, spec: UnitSpec, wrapper_of: dict[int, nn.Module]) -> None:
         params = [(name, p) for name, p in spec.params if managed_slot(p) is None]
@@ -292,7 +293,7 @@ class OffloadEngine:
                 unit.grads[slot.index].place, unit.grads[slot.index].touched = GradPlace.LIVE, True
             self._watch(slot)
 
-    def _hook_modules(self, wrapper_of: dict[int, nn.Module]) -> None:
+    def _hook_modules(self, model: nn.Module, wrapper_of: dict[int, nn.Module]) -> None:
         """Windows around every module that is a unit's root or directly owns one of its parameters."""
         needs: dict[int, tuple[nn.Module, list[UnitState]]] = {}
         inside_compiled: set[int] = set()
@@ -310,20 +311,25 @@ class OffloadEngine:
                 entry = needs.setdefault(id(module), (module, []))[1]
                 if unit not in entry:
                     entry.append(unit)
+        for module, first in _readers_of_a_first_layer(model):
+            for unit, spec in zip(self.units, self._specs, strict=True):
+                if not unit.is_compiled and spec.root is first:
+                    needs.setdefault(id(module), (module, []))[1].append(unit)
         for key, (module, units) in needs.items():
             if key not in inside_compiled:
                 self._hooks.add(module, tuple(units))
 
-    def _check_budgets(self, specs: Sequence[UnitSpec]) -> None:
+    def _check_budgets(self, model: nn.Module, specs: Sequence[UnitSpec]) -> None:
         """Before anything moves: the least device budget is what compute needs at one time."""
         owners = {id(m) for spec in specs for m in spec.owners}
+        held_around = {id(first) for _, first in _readers_of_a_first_layer(model)}
         spanning_nbytes, largest_nbytes, largest_name = 0, 0, ""
         for spec in specs:
             params = [(name, p) for name, p in spec.params if managed_slot(p) is None]
             nbytes = spec_nbytes(spec, self.device)
             grad_nbytes = max((p.numel() * p.itemsize for _, p in params if p.requires_grad), default=0)
             own = {id(m) for m in spec.owners}
-            is_spanning = any(
+            is_spanning = id(spec.root) in held_around or any(
                 id(child) in owners and id(child) not in own for m in spec.owners for child in m.modules()
             )
             if is_spanning:
@@ -676,6 +682,14 @@ class OffloadEngine:
 
 
 _CASTABLE_OWNERS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")  # the last is transformers' transposed Linear
+
+
+def _readers_of_a_first_layer(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """(module, its first layer) where the module looks at that layer's parameters to choose how to compute.
+
+    ``nn.TransformerEncoder`` takes another path, with other bits, if they are of a class that overrides functions.
+    """
+    return [(m, m.layers[0]) for m in model.modules() if isinstance(m, nn.TransformerEncoder) and len(m.layers) > 0]
 
 
 def spec_nbytes(spec: UnitSpec, device: torch.device) -> int:

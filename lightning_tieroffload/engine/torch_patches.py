@@ -1,7 +1,7 @@
 """Floor 9. Functions of torch that would hold every gradient twice, wrapped while an engine is attached.
 
 ``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_`` of ``torch.nn.utils``, ``nn.Module.zero_grad``
-and ``GradScaler._unscale_grads_``. Without managed parameters among the arguments the original runs, untouched; with
+and ``GradScaler._unscale_grads_``; and ``torch.clear_autocast_cache``, which says when autocast's casts end. Without managed parameters among the arguments the original runs, untouched; with
 them the numbers are the original's, bit for bit. Unwrapped they would still be right: ``p.grad`` is the true gradient
 wherever it is read, only then it stays on the device.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.unit_state import Factor
 
-__all__ = ["install", "uninstall"]
+__all__ = ["install", "uninstall", "when_autocast_ends"]
 
 _lock = threading.Lock()
 _originals: dict[tuple[Any, str], Any] = {}
@@ -217,6 +218,27 @@ def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     return _unscale_grads_
 
 
+_on_clear: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+
+def when_autocast_ends(call: Callable[[], None]) -> None:
+    """Call a bound method, held weakly, whenever autocast empties its cache (its outermost context ends)."""
+    with _lock:
+        _on_clear[:] = [*(ref for ref in _on_clear if ref() is not None), weakref.WeakMethod(call)]
+
+
+def _wrap_clear_cache(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clear_autocast_cache() -> None:
+        original()
+        for ref in list(_on_clear):
+            call = ref()
+            if call is not None:
+                call()
+
+    return clear_autocast_cache
+
+
 def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]] | None]]:
     utils = torch.nn.utils
     yield utils, "get_total_norm", None  # takes gradients, not parameters: remembered, not wrapped
@@ -226,6 +248,7 @@ def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callab
         yield owner, "clip_grad_value_", _wrap_clip_value
     yield nn.Module, "zero_grad", _wrap_zero_grad
     yield torch.amp.GradScaler, "_unscale_grads_", _wrap_unscale
+    yield torch, "clear_autocast_cache", _wrap_clear_cache
 
 
 def install() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -195,6 +196,17 @@ class Part:
     def num_aliases(self) -> int:
         """Tensors outside the unit that share the storage. See [Note: handed-out tensors]."""
         return _storage_owners(self.storage) - self._num_own_refs
+
+    def keep(self, make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
+        """A tensor over the storage that the engine itself keeps: no alias, until ``forget`` with the number returned."""
+        before = _storage_owners(self.storage)
+        tensor = make()
+        num_refs = _storage_owners(self.storage) - before
+        self._num_own_refs += num_refs
+        return tensor, num_refs
+
+    def forget(self, num_refs: int) -> None:
+        self._num_own_refs -= num_refs
 
     def materialise(self, *, poison: bool) -> None:
         with torch.inference_mode(False):

@@ -8,7 +8,9 @@ unit for good. A unit whose castable weights were each used exactly once per pas
 then on each use gets a stand-in (``_WireCast``), and whatever is not autocast's own cast still finds the fp32 weight:
 its full part is fetched for that call, and the unit travels in full again from there on.
 
-Used twice in one pass, autocast's cache would sum the two gradients in 16 bits; that is why it takes "exactly once".
+Autocast's cache makes one cast of a weight serve every use until the outermost context ends: gradients of those uses are
+summed in 16 bits, gradients of different casts in fp32. A stand-in lives just as long, so that both sums are the plain
+run's; a pass with several casts, or with another use beside them, sends its gradient in fp32.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ class Wire:
 
     def __init__(self, space: DeviceSpace) -> None:
         self._space = space
+        self._casts: dict[ParamSlot, tuple[torch.Tensor, int]] = {}  # autocast's cache: the stand-in and its references
         self.num_passes = 0  # advanced whenever a backward ends or a step is made
 
     def call(
@@ -95,9 +98,24 @@ class Wire:
 
     def _stand_in(self, slot: ParamSlot) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            if torch.is_grad_enabled() and slot.param.requires_grad:
+            if not (torch.is_grad_enabled() and slot.param.requires_grad):
+                return slot.unit.wire.fresh_view(slot)  # type: ignore[no-any-return]
+            if not torch.is_autocast_cache_enabled():
                 return _WireCast.apply(slot.param, slot)  # type: ignore[no-untyped-call,no-any-return]
-            return slot.unit.wire.fresh_view(slot)  # type: ignore[no-any-return]
+            with self._space.lock:
+                cast = self._casts.get(slot)
+                if cast is None:
+                    cast = self._casts[slot] = slot.unit.wire.keep(lambda: _WireCast.apply(slot.param, slot))  # type: ignore[no-untyped-call]
+                return cast[0]
+
+    def drop_casts(self) -> None:
+        """Autocast has emptied its cache."""
+        if self._casts:
+            with self._space.lock:
+                casts, self._casts = self._casts, {}
+                for slot, (_, num_refs) in casts.items():
+                    slot.unit.wire.forget(num_refs)
+                casts.clear()
 
     def _used(self, slot: ParamSlot, dtype: torch.dtype) -> bool:
         """Count a use by autocast's cast; False where the weight is not (any more) one that may travel in 16 bits."""
@@ -107,8 +125,8 @@ class Wire:
         if slot.use_key != key:
             slot.use_key, slot.num_uses = key, 0
         slot.num_uses += 1
-        if slot.num_uses > 1:
-            self.refuse(slot, "a second use in one pass")
+        if slot.num_uses > 1 and slot.unit.wire_state is WireState.WATCHING:
+            self.refuse(slot, "a second use in one pass")  # its casts would all have to be kept apart: not worth it
             return False
         if slot.wire_seen is None:
             slot.wire_seen = dtype
