@@ -399,7 +399,7 @@ def test_tieroffload_launch_where_autoload_is_off(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     plain = command(str(script), "--out", str(tmp_path / "plain.pt"), ACCELERATE_USE_CPU="true", **off)
     ours = command(
-        "-m", "lightning_tieroffload.cli.launch", "--config_file", config_file(tmp_path), "--trace-path", str(trace),
+        "-m", "lightning_tieroffload", "launch", "--config_file", config_file(tmp_path), "--trace-path", str(trace),
         str(script), "--out", str(tmp_path / "ours.pt"), **off,
     )  # fmt: skip
     assert plain.returncode == 0, plain.stderr

@@ -7,7 +7,6 @@ Owns the hand-over to Accelerate's launcher only; what is started is `lightning_
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,12 +73,3 @@ def _split(value: Any) -> Any:
     if isinstance(value, list):
         return [part for item in value for part in item.split(",") if part]
     return value
-
-
-def main() -> None:
-    """The command by itself: `python -m lightning_tieroffload.cli.launch …`."""
-    launch(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()
