@@ -524,7 +524,8 @@ class DeviceSpace:
             unit.num_windows += 1
             if unit.num_windows == 1:
                 plain = nn.Parameter if unit.is_compiled else ComputeParameter
-                watch = wire_dtype is not None and unit.wire_state is not WireState.REFUSED and not unit.is_compiled
+                may_travel = unit.wire_state is not WireState.REFUSED or unit.has_casts
+                watch = wire_dtype is not None and may_travel and not unit.is_compiled
                 for slot in unit.slots:
                     slot.param.__class__ = AutocastParameter if watch and slot.castable else plain
             self.prefetch()

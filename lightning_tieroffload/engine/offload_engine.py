@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import statistics
 import threading
 import weakref
@@ -23,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_tieroffload.concepts import Tier
-from lightning_tieroffload.config import TierOffloadConfig, resolve_budgets
+from lightning_tieroffload.config import TierOffloadConfig, resolve_budgets, visible_devices
 from lightning_tieroffload.engine import optimizer as optimizers
 from lightning_tieroffload.engine import torch_patches
 from lightning_tieroffload.engine.device_space import DeviceSpace
@@ -79,6 +80,7 @@ class _Core:
         self.wire = Wire(self.space)
         torch_patches.when_autocast_ends(self.wire.drop_casts)
         self.gradients = Gradients(self.space, self.wire)
+        self.place = _placer(device)
         self.kept_storages: set[int] = set()  # of buffers and unmanaged parameters
         self.activations = (
             self.space.make_activation_store(self.kept_storages.__contains__)
@@ -99,7 +101,7 @@ class _Core:
             submit=self._submit_update,
             kernel=config.optimizer_kernel,
             find_kernel=_find_kernel,
-            make_pool=_make_pool,
+            make_pool=lambda: _make_pool(device),
         )
         self.engines: list[weakref.ref[OffloadEngine]] = []
         self.num_open = 0
@@ -130,10 +132,24 @@ def _find_kernel(cls: type, group: dict[str, Any], dtype: torch.dtype) -> Any:
     return find_kernel(cls, group, dtype)
 
 
-def _make_pool() -> Any:
+def _make_pool(device: torch.device) -> Any:
     from lightning_tieroffload.kernels.pool import KernelPool
+    from lightning_tieroffload.topology.placement import worker_cpus
 
-    return KernelPool()
+    # Update threads run beside the memory that they update; on a host with one node there is nothing to choose.
+    cpus = None
+    if device.type == "cuda":
+        cpus = worker_cpus(device.index, visible_devices(), os.sched_getaffinity(0), asked=True)
+    return KernelPool(cpus=cpus)
+
+
+def _placer(device: torch.device) -> Callable[[int, int], Any] | None:
+    """Where a mapping's pages go: the nodes nearest to the GPU. See topology/placement.py."""
+    if device.type != "cuda":
+        return None
+    from lightning_tieroffload.topology.placement import arena_placer
+
+    return arena_placer(device.index, visible_devices())
 
 
 _cores: weakref.WeakSet[_Core] = weakref.WeakSet()
@@ -279,6 +295,7 @@ class OffloadEngine:
             pin=self.device.type == "cuda",
             poison="poison" in self.config.debug,
             is_compiled=is_compiled,
+            place=self.core.place,
         )
         unit.take_homes()
         for slot in unit.slots:

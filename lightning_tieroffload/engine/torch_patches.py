@@ -1,9 +1,9 @@
 """Floor 9. Functions of torch that would hold every gradient twice, wrapped while an engine is attached.
 
 ``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_`` of ``torch.nn.utils``, ``nn.Module.zero_grad``
-and ``GradScaler._unscale_grads_``; and ``torch.clear_autocast_cache``, which says when autocast's casts end. Without managed parameters among the arguments the original runs, untouched; with
+and ``GradScaler._unscale_grads_``. Without managed parameters among the arguments the original runs, untouched; with
 them the numbers are the original's, bit for bit. Unwrapped they would still be right: ``p.grad`` is the true gradient
-wherever it is read, only then it stays on the device.
+wherever it is read, only then it stays on the device. ``torch.clear_autocast_cache`` says when autocast's casts end.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Part:
         return _storage_owners(self.storage) - self._num_own_refs
 
     def keep(self, make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """A tensor over the storage that the engine itself keeps: no alias, until ``forget`` with the number returned."""
+        """A tensor over the storage that the engine itself keeps: no alias, until ``forget`` with what is returned."""
         before = _storage_owners(self.storage)
         tensor = make()
         num_refs = _storage_owners(self.storage) - before
@@ -264,6 +264,7 @@ class UnitState:
 
     Args:
         params: (name, parameter), in the model's order.
+        place: called with (address, nbytes) of each mapping before its first touch: binds pages to NUMA nodes.
         castable: names of fp32 parameters that autocast may cast and that one module of a known class owns.
     """
 
@@ -278,12 +279,14 @@ class UnitState:
         pin: bool,
         poison: bool,
         is_compiled: bool,
+        place: Callable[[int, int], Any] | None = None,
     ) -> None:
         self.name = name
         self.index = index
         self.device = device
         self._pin = pin
         self._poison = poison
+        self._place = place
         self.is_compiled = is_compiled
         self._arenas: list[PinnedArena] = []
         self.num_watched = -1
@@ -299,6 +302,7 @@ class UnitState:
         self.nbytes = sum(part.nbytes for part in self.full_parts)
         self.wire: Part | None = None
         self.wire_state = WireState.WATCHING if any(p.castable for p in self.full_parts) else WireState.REFUSED
+        self.has_casts = False  # stand-ins for autocast's casts are alive
         self.num_windows = 0
         self.update: Any = None  # ticket of the update that writes the home next, or None
         # gradients
@@ -335,7 +339,10 @@ class UnitState:
         if state is None:
             wanted = [s for s in self.slots if s is slot or (s.param.requires_grad and s.dtype == slot.dtype)]
             arena = PinnedArena(
-                sum(round_up(4 * s.numel, _GRAIN_NBYTES) for s in wanted), pin=False, label=f"{name} of {self.name}"
+                sum(round_up(4 * s.numel, _GRAIN_NBYTES) for s in wanted),
+                pin=False,
+                label=f"{name} of {self.name}",
+                place=self._place,
             )
             for s in wanted:
                 flat = arena.take(4 * s.numel).tensor(torch.float32, (s.numel,))
@@ -362,7 +369,7 @@ class UnitState:
 
     # ------------------------------------------------------------------------------------------------- homes
     def new_arena(self, nbytes: int, label: str) -> PinnedArena:
-        arena = PinnedArena(nbytes, pin=self._pin, label=label, poison=self._poison)
+        arena = PinnedArena(nbytes, pin=self._pin, label=label, poison=self._poison, place=self._place)
         self._arenas.append(arena)
         return arena
 

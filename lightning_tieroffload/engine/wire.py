@@ -8,9 +8,9 @@ unit for good. A unit whose castable weights were each used exactly once per pas
 then on each use gets a stand-in (``_WireCast``), and whatever is not autocast's own cast still finds the fp32 weight:
 its full part is fetched for that call, and the unit travels in full again from there on.
 
-Autocast's cache makes one cast of a weight serve every use until the outermost context ends: gradients of those uses are
-summed in 16 bits, gradients of different casts in fp32. A stand-in lives just as long, so that both sums are the plain
-run's; a pass with several casts, or with another use beside them, sends its gradient in fp32.
+Autocast's cache makes one cast of a weight serve every use until the outermost context ends: gradients of those uses
+are summed in 16 bits, gradients of different casts in fp32. A stand-in lives just as long, so that both sums are the
+plain run's; a pass with several casts, or with another use beside them, sends its gradient in fp32.
 """
 
 from __future__ import annotations
@@ -74,16 +74,17 @@ class Wire:
     ) -> Any:
         """Run ``func``, which was called with castable weights inside a compute window."""
         dtype = wire_dtype(self._space.device)
+        stand_ins: dict[Any, torch.Tensor] = {}
         if func in _CASTING and dtype is not None:
             stand_ins = {
                 slot.param: self._stand_in(slot)
                 for slot in slots
-                if self._used(slot, dtype) and slot.unit.wire_state is WireState.READY and slot.unit.wire.dtype == dtype
+                if self._used(slot, dtype) and self._has_wire(slot, dtype)
             }
             if stand_ins:
                 args = tuple(stand_ins.get(a, a) if isinstance(a, torch.nn.Parameter) else a for a in args)
                 kwargs = {k: stand_ins.get(v, v) if isinstance(v, torch.nn.Parameter) else v for k, v in kwargs.items()}
-            if len(stand_ins) == len(slots):
+            if len(stand_ins) == len(slots) and all(slot.unit.wire_state is WireState.READY for slot in slots):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
         elif torch.is_grad_enabled() or dtype is not None:
@@ -94,7 +95,14 @@ class Wire:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
 
-        return self._space.touch(list({slot.part: None for slot in slots}), run)
+        parts = [slot.unit.wire if slot.param in stand_ins else slot.part for slot in slots]
+        return self._space.touch(list(dict.fromkeys(parts)), run)
+
+    def _has_wire(self, slot: ParamSlot, dtype: torch.dtype) -> bool:
+        unit: UnitState = slot.unit
+        # Refused in the middle of a pass: the cast that it began with still serves the later uses.
+        is_usable = unit.wire_state is WireState.READY or slot in self._casts
+        return unit.wire is not None and unit.wire.dtype == dtype and is_usable
 
     def _stand_in(self, slot: ParamSlot) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -105,6 +113,7 @@ class Wire:
             with self._space.lock:
                 cast = self._casts.get(slot)
                 if cast is None:
+                    slot.unit.has_casts = True
                     cast = self._casts[slot] = slot.unit.wire.keep(lambda: _WireCast.apply(slot.param, slot))  # type: ignore[no-untyped-call]
                 return cast[0]
 
@@ -114,6 +123,7 @@ class Wire:
             with self._space.lock:
                 casts, self._casts = self._casts, {}
                 for slot, (_, num_refs) in casts.items():
+                    slot.unit.has_casts = False
                     slot.unit.wire.forget(num_refs)
                 casts.clear()
 

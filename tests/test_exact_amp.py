@@ -1,0 +1,277 @@
+"""Mixed precision: whatever travels in 16 bits has the plain run's bits, however its weights are used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness import FULL, check
+from fakes import Block, batches
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+
+class Refused(nn.Module):
+    """Casts its weight, reads it in fp32, and casts it again, in windows of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.linear.register_forward_hook(self.penalise)
+        self.is_odd = False
+
+    def penalise(self, module: nn.Module, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+        return out + (self.linear.weight**2).sum() * 1e-2 if self.is_odd else out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return self.linear(torch.tanh(x)) if self.is_odd else x
+
+
+class Uses(nn.Module):
+    """A block in the middle of ordinary ones whose weights are used as ``how`` says from step ``since`` on."""
+
+    def __init__(self, how: str, since: int) -> None:
+        super().__init__()
+        self.how, self.since, self.step = how, since, 0
+        self.first = Block(16, 16)
+        self.odd = nn.Linear(16, 16)
+        self.last = Block(16, 16)
+        self.deep = Refused()
+        self.blocks = nn.ModuleList([self.first, self.odd, self.deep, self.last])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        how = self.how if self.step >= self.since else "once"
+        x = self.first(x)
+        w = self.odd.weight
+        if how == "once":
+            x = self.deep(self.odd(x))
+        elif how == "twice":
+            x = self.odd(torch.tanh(self.odd(x)))
+        elif how == "sliced":
+            x = torch.cat([nn.functional.linear(x, w[:8]), x @ w[8:].t()], -1)
+        elif how == "penalty":
+            x = self.odd(x) + (w**2).sum() * 1e-2
+        elif how == "fp32 island":
+            with torch.autocast("cpu", enabled=False):
+                x = self.odd(x.float())
+        elif how == "both precisions":
+            y = self.odd(x)
+            with torch.autocast("cpu", enabled=False):
+                x = y.float() + self.odd(x.float())
+        elif how == "matmul":
+            x = torch.matmul(x, w) + self.odd.bias
+        elif how == "copied":
+            x = nn.functional.linear(x, w * 1.0, self.odd.bias)
+        elif how == "cast by hand":
+            x = nn.functional.linear(x.bfloat16(), w.to(torch.bfloat16), self.odd.bias.bfloat16()).float()
+        elif how == "einsum":
+            x = torch.einsum("bi,oi->bo", x, w) + self.odd.bias
+        elif how == "refused on the way":
+            self.deep.is_odd = True
+            x = self.deep(x)
+        elif how == "read":
+            x = self.odd(x) * (1.0 + w.detach().abs().max().item())
+        elif how == "unused":
+            x = torch.tanh(x)
+        return self.last(x)
+
+
+HOWS = (
+    "once", "twice", "sliced", "penalty", "fp32 island", "both precisions", "matmul", "copied", "cast by hand",
+    "einsum", "read", "unused", "refused on the way",
+)  # fmt: skip
+
+
+def amp_loop(
+    dtype: torch.dtype = torch.bfloat16, cache: bool = True, micro: Callable[[int, int], bool] = lambda step, i: True
+) -> Any:
+    """Five steps of two micro-batches; ``micro(step, i)`` says whether autocast is on for it."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(5, 8, 16)):
+            if hasattr(model, "step"):
+                model.step = step
+            for i, half in enumerate(x.chunk(2)):
+                with torch.autocast("cpu", dtype=dtype, enabled=micro(step, i), cache_enabled=cache):
+                    loss = (model(half).float() ** 2).mean()
+                loss.backward()
+            norm = clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=step % 2 == 0):
+                evaluated = model(x[:2])
+            look(loss=loss, norm=norm, evaluated=evaluated)
+
+    return loop
+
+
+def build_of(make: Callable[[], nn.Module]) -> Any:
+    def build() -> Any:
+        model = make()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    return build
+
+
+# Under the budget that the engine names as the least, and with room; both times under the slow store.
+VARIANTS = [FULL[1], FULL[2], FULL[3]]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("since", [0, 3])
+def test_weights_used_in_every_way(how: str, since: int) -> None:
+    """From the start, or from a step on at which the weight already travels in 16 bits."""
+    check(build_of(lambda: Uses(how, since)), amp_loop(), VARIANTS)
+
+
+@pytest.mark.parametrize("how", ["once", "twice"])
+def test_without_the_autocast_cache(how: str) -> None:
+    """With ``cache_enabled=False`` a weight is cast at each use, and gradients are summed in fp32."""
+    check(build_of(lambda: Uses(how, 3)), amp_loop(cache=False), VARIANTS)
+
+
+@pytest.mark.parametrize("which", ["by step", "by micro-batch", "late", "early"])
+def test_autocast_on_and_off(which: str) -> None:
+    """Precision changes between steps and between the micro-batches of one window."""
+    micro = {
+        "by step": lambda step, i: step % 2 == 1,
+        "by micro-batch": lambda step, i: i == 0,
+        "late": lambda step, i: step >= 2,
+        "early": lambda step, i: step < 2,
+    }[which]
+    check(build_of(lambda: Uses("once", 0)), amp_loop(micro=micro), VARIANTS)
+
+
+def test_two_forwards_in_one_autocast_context_and_in_two() -> None:
+    """Autocast's cache lives as long as its outermost context: two forwards in one share the cast, in two do not."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(6, 8, 16)):
+            a, b = x.chunk(2)
+            if step in (0, 1):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = (model(a).float() ** 2).mean()
+            elif step in (2, 4):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = ((model(a) - model(b)).float() ** 2).mean()
+            else:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    first = model(a)
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = ((first - model(b)).float() ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(build_of(lambda: Uses("once", 0)), loop, VARIANTS)
+
+
+def test_gradients_and_weights_in_the_users_hands_under_autocast() -> None:
+    """Hooks, edits of ``p.grad`` and in-place writes while weights travel in 16 bits; retained graphs; penalties."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        handle = None
+        for step, x in enumerate(batches(7, 8, 16)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = (model(x).float() ** 2).mean()
+            loss.backward(retain_graph=step == 3)
+            seen = None
+            if step == 1:
+                handle = model.odd.weight.register_hook(lambda g: g * 1.000123)
+            if step == 2:
+                handle.remove()
+                model.odd.weight.grad.add_(1e-4)
+            if step == 3:
+                loss.backward()
+                seen = model.first.up.weight.grad.clone()
+            if step == 4:
+                with torch.no_grad():
+                    model.odd.weight.mul_(1.0001)
+                    model.last.up.weight[0] = 0.125
+                model.first.down.weight.data.add_(1e-5)
+            if step == 5:
+                (1e-3 * sum((p**2).sum() for p in model.parameters())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            copied = copy.deepcopy(model)
+            with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+                out = copied(x)
+            look(loss=loss, seen=seen, out=out)
+
+    check(build_of(lambda: Uses("once", 0)), loop, VARIANTS)
+
+
+def test_a_penalty_outside_the_autocast_context() -> None:
+    """The penalty reads every weight in fp32, in the same backward as autocast's casts."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(5, 8, 16)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = (model(x).float() ** 2).mean()
+            if step != 2:
+                loss = loss + 1e-2 * sum((p**2).sum() for p in model.parameters())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(build_of(lambda: Uses("once", 0)), loop, VARIANTS)
+
+
+def test_the_whole_step_inside_autocast() -> None:
+    """Backward, clipping and step inside the autocast context, as many scripts have it."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(5, 8, 16):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                for half in x.chunk(2):
+                    loss = (model(half).float() ** 2).mean()
+                    loss.backward()
+                norm = clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            look(loss=loss, norm=norm)
+
+    check(build_of(lambda: Uses("once", 0)), loop, VARIANTS)
+
+
+def test_double_backward_under_autocast() -> None:
+    """A gradient penalty through autocast regions."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(4, 8, 16):
+            x.requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = model(x)
+            (grad,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
+            loss = ((grad.norm(dim=1) - 1) ** 2).mean() + out.float().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(build_of(lambda: Uses("once", 0)), loop, VARIANTS)
+
+
+def test_convolutions_and_recurrent_layers_under_autocast() -> None:
+    """Convolutions, an LSTM and attention under autocast."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv1d(16, 16, 3, padding=1) for _ in range(3))
+            self.attention = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True, dropout=0.0)
+            self.lstm = nn.LSTM(16, 16, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x[:, :, None].expand(-1, -1, 4)
+            for conv in self.convs:
+                h = torch.tanh(conv(h))
+            return self.lstm(self.attention(h.transpose(1, 2)).float())[0]
+
+    check(build_of(Net), amp_loop(), VARIANTS)
