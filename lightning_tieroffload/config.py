@@ -43,6 +43,7 @@ __all__ = [
     "TierOffloadConfig",
     "local_world_size",
     "resolve_budgets",
+    "visible_devices",
 ]
 
 _log = logging.getLogger("lightning_tieroffload")
@@ -431,6 +432,11 @@ class ResolvedBudgets:
     dram_nbytes: int
     nvme_nbytes: int
     sources: dict[str, str]
+
+
+def visible_devices(environ: Mapping[str, str] | None = None) -> str | None:
+    """`CUDA_VISIBLE_DEVICES` as it is, None where it is not set: which GPU of the host device 0 of this process is."""
+    return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
 
 
 def local_world_size(environ: Mapping[str, str] | None = None) -> int:

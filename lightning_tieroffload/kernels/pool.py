@@ -64,7 +64,8 @@ class _Job:
 class _Crew:
     """The threads of one process, with what they are to do. Threads hold the crew, not the pool."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, cpus: frozenset[int] | None) -> None:
+        self._cpus = cpus
         self._changed = threading.Condition()
         self._jobs: list[tuple[int, int, _Job]] = []  # a heap: (priority, order of arrival, job)
         self._order = itertools.count()
@@ -100,6 +101,8 @@ class _Crew:
             thread.join()
 
     def _run(self) -> None:
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)  # this thread alone
         while True:
             with self._changed:
                 while not self._jobs and not self._closed:
@@ -143,19 +146,21 @@ class KernelPool:
     """Runs work over slices of arrays on ``num_threads`` threads named ``tieroffload-update-N``.
 
     Results do not depend on the number of threads or on the slices, given that the work treats elements alike.
-    Any thread may use it, several at once. Threads start with the first job. In a forked child the pool is empty and
+    ``cpus``: where its threads may run (a subset of the process's own mask; None: wherever the process may). Any
+    thread may use it, several at once. Threads start with the first job. In a forked child the pool is empty and
     starts threads of its own; jobs of the parent do not exist there. ``close`` or the end of a ``with`` ends the
     threads, and so does losing the last reference, or the interpreter's exit.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, *, cpus: frozenset[int] | None = None) -> None:
         if num_threads is None:
-            num_threads = default_num_threads()
+            num_threads = min(default_num_threads(), len(cpus)) if cpus else default_num_threads()
         if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
             raise ConfigError(
                 f"num_threads={num_threads!r} of KernelPool must be a whole number of threads, at least 1."
             )
         self._num_threads = num_threads
+        self._cpus = cpus
         self._closed = False
         # One crew per process: after fork, the parent's crew is here with its lock in any state, and no threads.
         self._crews: dict[int, _Crew] = {}
@@ -209,7 +214,7 @@ class KernelPool:
     def _crew(self) -> _Crew:
         # setdefault is atomic, so two threads get one crew; and it takes no lock that fork could have left held.
         pid = os.getpid()
-        return self._crews.get(pid) or self._crews.setdefault(pid, _Crew(self._num_threads))
+        return self._crews.get(pid) or self._crews.setdefault(pid, _Crew(self._num_threads, self._cpus))
 
 
 def _close_crew_of_this_process(crews: dict[int, _Crew]) -> None:
