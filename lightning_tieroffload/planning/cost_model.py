@@ -57,6 +57,7 @@ __all__ = [
     "OPTIONS",
     "OPTION_INDEX",
     "ActivationChoice",
+    "Batch",
     "Choice",
     "Cost",
     "CostTables",
