@@ -20,7 +20,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch import nn
 from toys import STARVED, InfiniteAt, assert_same, mlp, rng_states, samples, seed_all, snapshot
 
@@ -239,6 +239,39 @@ def test_a_prepared_model_stays_where_it_is_told_to_move() -> None:
     assert model.to("cpu") is model
     assert engine_of(model) is not None
     assert_same(before, dict(model.state_dict()))
+
+
+class Blocks(nn.Module):
+    """Repeated blocks, which is what regional compilation looks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_regional_compilation_equals_plain() -> None:
+    results = []
+    for ours in (False, True):
+        made = accelerator(ours, dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True))
+        seed_all()
+        net = Blocks()
+        model, optimizer = made.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        losses = []
+        for batch in samples().split(8):
+            loss = model(batch).pow(2).mean()
+            made.backward(loss)
+            made.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        assert (engine_of(model) is not None) is ours
+        results.append({**snapshot(net, optimizer.optimizer), "losses": losses})
+    assert_same(results[0], results[1])
 
 
 # ---------------------------------------------------------------- what is refused

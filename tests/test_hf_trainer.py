@@ -202,6 +202,19 @@ class Middle(TrainerCallback):
             model.save_pretrained(self.folder)
 
 
+def test_evaluation_in_half_precision_recasts_the_model(tmp_path: Path) -> None:
+    results = []
+    for ours in (False, True):
+        trainer = make(ours, tmp_path / str(ours), bf16_full_eval=True)
+        losses = [trainer.evaluate()["eval_loss"]]
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+        assert (engine_of(trainer.model) is not None) is ours
+        results.append({"model": dict(trainer.model.state_dict()), "losses": losses})
+    assert trainer.model.dtype is torch.bfloat16
+    assert_same(results[0], results[1])
+
+
 def test_generate_and_save_pretrained_in_the_middle(tmp_path: Path) -> None:
     results = []
     for ours in (False, True):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate.accelerator
 import pytest
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ import _tieroffload_hooks
 import lightning_tieroffload
 from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.errors import ConfigError, UnsupportedError
-from lightning_tieroffload.strategies import deferred_move, face
+from lightning_tieroffload.strategies import accelerate_plugin, deferred_move, face
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,11 +121,15 @@ def test_printing_the_plan_draws_nothing_from_the_users_generator() -> None:
 # ---------------------------------------------------------------- moves that wait
 
 
+def hook_modules_as_accelerate_does() -> None:
+    accelerate_plugin.hook_accelerator(accelerate.accelerator)
+
+
 @pytest.fixture
 def nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that is much smaller than the model; the target is the CPU, where a move can be made."""
     monkeypatch.setenv(_tieroffload_hooks.ENABLED_KEY, "true")
-    deferred_move.hook_modules(is_managed=lambda model: engine_of(model) is not None)
+    hook_modules_as_accelerate_does()
     monkeypatch.setattr(face, "fits_beside", lambda module, device: False)
 
 
@@ -173,7 +178,7 @@ def test_a_change_of_dtype_goes_ahead(nothing_fits: None) -> None:
 
 def test_nothing_waits_in_a_process_that_did_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_tieroffload_hooks.ENABLED_KEY, raising=False)
-    deferred_move.hook_modules(is_managed=lambda model: engine_of(model) is not None)
+    hook_modules_as_accelerate_does()
     monkeypatch.setattr(face, "fits_beside", lambda module, device: False)
     net = mlp()
     moves = watch_moves(net, monkeypatch)

@@ -12,6 +12,7 @@ What is not wrapped needs nothing: module, parameters and optimizer keep their i
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -55,7 +56,7 @@ def hook_accelerator(module: ModuleType) -> None:
     for name, wrapper in _WRAPPERS.items():
         setattr(accelerator_class, name, _wrapped(name, getattr(accelerator_class, name), wrapper))
     _name_the_tpu(module)
-    deferred_move.hook_modules(is_managed=lambda model: _engine_for(model) is not None)
+    deferred_move.hook_modules(is_managed=lambda model: _engine_for(model) is not None, recast=_recast)
 
 
 def _wrapped(name: str, original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,6 +112,7 @@ def _prepare_model(
     device = self.device if places else next(model.parameters()).device
     engine = OffloadEngine.attach(model, self._tieroffload_config, device)
     _tieroffload_hooks.used()
+    _prepared.add(model)
     face.report_at_exit(engine, self._tieroffload_config)
     for prepared in self._optimizers:  # those that were prepared before their model
         if engine_of(prepared.optimizer) is engine:
@@ -145,6 +147,7 @@ def _prepare_optimizer(
     # With device placement, Accelerate would send the whole optimizer state to the device.
     engine = engine_of(optimizer)
     adopted = adopt(optimizer) if engine is None else engine.adopt_optimizer(optimizer)
+    _prepared.add(adopted)
     return original(self, adopted, device_placement=False)
 
 
@@ -182,6 +185,26 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "clip_grad_norm_": _clip_grad_norm_,
     "end_training": _end_training,
 }
+
+
+# Models and optimizers of all accelerators, for as long as somebody else holds them.
+_prepared: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _recast(model: torch.nn.Module, cast: Callable[[], Any]) -> bool:
+    """Change a prepared model's dtype: an engine keeps dtypes as they are, so the next engine gets the new ones."""
+    engine = _engine_for(model)
+    if engine is None or model not in _prepared:
+        return False
+    config, device = engine.config, engine.device
+    engine.close()
+    cast()
+    engine = OffloadEngine.attach(model, config, device)
+    face.report_at_exit(engine, config)
+    for optimizer in [each for each in _prepared if isinstance(each, torch.optim.Optimizer)]:
+        if engine_of(optimizer) is engine:
+            engine.adopt_optimizer(optimizer)
+    return True
 
 
 def _engine_for(model: torch.nn.Module) -> OffloadEngine | None:

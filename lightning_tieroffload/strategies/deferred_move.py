@@ -2,7 +2,8 @@
 
 Many scripts move the model to the device right before `accelerator.prepare(model)`; a model that does not fit would
 fail there. A large model's move is noted instead, forgotten when the model is prepared, and made up for at its first
-forward pass otherwise. Small models, other targets, and changes of dtype go ahead as always.
+forward pass otherwise. Small models, other targets, and changes of dtype go ahead as always; a change of dtype of a
+model that an engine has is made between two engines (HF Trainer's `--bf16_full_eval` asks for one).
 """
 
 from __future__ import annotations
@@ -29,8 +30,16 @@ def forget(model: torch.nn.Module) -> None:
         handle.remove()
 
 
-def hook_modules(is_managed: Callable[[torch.nn.Module], bool]) -> None:
-    """Wrap `nn.Module.to` and `.cuda`. Idempotent. A module for which `is_managed` says True is not moved at all."""
+def hook_modules(
+    is_managed: Callable[[torch.nn.Module], bool], recast: Callable[[torch.nn.Module, Callable[[], Any]], bool]
+) -> None:
+    """Wrap `nn.Module.to` and `.cuda`. Idempotent.
+
+    Args:
+        is_managed: an engine has the module's parameters; it is then not moved at all.
+        recast: `recast(module, cast)` calls `cast()`, which changes dtypes, while no engine has the module; False and
+            nothing done where that cannot be.
+    """
     if hasattr(torch.nn.Module.to, "_tieroffload"):
         return
     to, cuda = torch.nn.Module.to, torch.nn.Module.cuda
@@ -39,7 +48,13 @@ def hook_modules(is_managed: Callable[[torch.nn.Module], bool]) -> None:
     def to_later(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         only_moves = device is not None and dtype is None and memory_format is None
-        return self if only_moves and waits(self, device) else to(self, *args, **kwargs)
+        if only_moves and waits(self, device):
+            return self
+        if dtype is not None and _tieroffload_hooks.enabled() and is_managed(self):
+            changed = any(t.is_floating_point() and t.dtype != dtype for t in (*self.parameters(), *self.buffers()))
+            if not changed or recast(self, lambda: to(self, dtype=dtype)):
+                return self
+        return to(self, *args, **kwargs)
 
     @functools.wraps(cuda)
     def cuda_later(self: torch.nn.Module, device: int | torch.device | None = None) -> torch.nn.Module:
