@@ -42,6 +42,7 @@ __all__ = [
     "ResolvedBudgets",
     "TierOffloadConfig",
     "local_world_size",
+    "malloc_is_tuned",
     "resolve_budgets",
     "visible_devices",
 ]
@@ -437,6 +438,11 @@ class ResolvedBudgets:
 def visible_devices(environ: Mapping[str, str] | None = None) -> str | None:
     """`CUDA_VISIBLE_DEVICES` as it is, None where it is not set: which GPU of the host device 0 of this process is."""
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+
+
+def malloc_is_tuned() -> bool:
+    """Whether the user has set the C library's thresholds for large blocks."""
+    return "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 def local_world_size(environ: Mapping[str, str] | None = None) -> int:

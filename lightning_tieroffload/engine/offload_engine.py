@@ -29,6 +29,7 @@ from lightning_tieroffload.engine import optimizer as optimizers
 from lightning_tieroffload.engine import torch_patches
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients
+from lightning_tieroffload.engine.host_memory import give_back_released_memory
 from lightning_tieroffload.engine.module_hooks import ModuleHooks
 from lightning_tieroffload.engine.optimizer import Updates
 from lightning_tieroffload.engine.params import (
@@ -62,6 +63,8 @@ class _Core:
         self.config = config
         self.device = device
         on_host = device.type == "cpu"
+        if on_host:
+            give_back_released_memory()
         budgets = resolve_budgets(
             config,
             device,

@@ -308,6 +308,7 @@ class UnitState:
         # gradients
         self.grads = [GradRecord() for _ in self.slots]
         self._host_grads: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._grad_arenas: dict[tuple[int, torch.dtype], PinnedArena] = {}
         self._states: dict[tuple[int, str], torch.Tensor] = {}  # mapped, not asked for yet
         self.born: list[ParamSlot] = []  # gradients that autograd has finished but that have not left yet
 
@@ -439,6 +440,8 @@ class UnitState:
     def host_grad(self, slot: ParamSlot, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The slot's DRAM gradient in ``dtype`` (the parameter's own by default), mapped when first asked for."""
         dtype = dtype or slot.dtype
+        if dtype != slot.dtype and (slot.index, slot.dtype) in self._host_grads:
+            self._drop_wide_grads(slot)
         grad = self._host_grads.get((slot.index, dtype))
         if grad is None:
             # One mapping for all gradients of the kind: page-rounding and page-locking are per mapping.
@@ -453,8 +456,20 @@ class UnitState:
             for s in missing:
                 flat = arena.take(s.numel * dtype.itemsize).tensor(dtype, (s.numel,))
                 self._host_grads[s.index, dtype] = flat.as_strided(s.shape, s.stride)
+                self._grad_arenas[s.index, dtype] = arena
             grad = self._host_grads[slot.index, dtype]
         return grad
+
+    def _drop_wide_grads(self, slot: ParamSlot) -> None:
+        """Gradients travel in 16 bits from now on: give back the memory of those that came before in full width."""
+        arena = self._grad_arenas[slot.index, slot.dtype]
+        inside = [key for key, other in self._grad_arenas.items() if other is arena]
+        if any(self.grads[i].place is GradPlace.HOST and not self.grads[i].is_wire for i, _ in inside):
+            return  # an accumulation window that began in full width
+        for key in inside:
+            del self._grad_arenas[key], self._host_grads[key]
+        self._arenas.remove(arena)
+        arena.close()  # an update under way may still read it: the mapping lives as long as a tensor on it does
 
     def dram_nbytes(self) -> int:
         """Bytes of host memory mapped for the unit's homes and gradients (pages are touched as they are used)."""
@@ -463,6 +478,7 @@ class UnitState:
     def close(self) -> None:
         """Give the host memory back once nothing refers to it."""
         self._host_grads.clear()
+        self._grad_arenas.clear()
         self._states.clear()
         for slot in self.slots:
             slot.split = None
