@@ -21,6 +21,7 @@ from exactness import (
     assert_ordinary,
     attach,
     check,
+    run,
     same_bits,
     take_down,
     tight,
@@ -546,6 +547,31 @@ def test_mod_18_whole_model_compile_is_one_clear_error(how: str) -> None:
 
 
 # ---------------------------------------------------------------- MOD-19
+
+
+@pytest.mark.parametrize("variant", [None, *QUICK], ids=str)
+def test_mod_19_activation_offload_leaves_weights_alone(variant: Variant | None) -> None:
+    """MOD-19: with activation offload on, no weight, buffer or view of one goes down as an activation; exact."""
+    num_steps = 3
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(num_steps):
+            loss = mlp_loss(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    if variant is None:
+        check(adamw(lambda: mlp(4)), loop, FULL, activations="offload")
+        return
+    build = adamw(lambda: mlp(4))
+    kept, offloaded = (
+        run(build, loop, variant, num_expected=num_steps, activations=each).reports[0]["moved_nbytes"]["d2h"]
+        for each in ("keep", "offload")
+    )
+    # Saved per step: inputs of five Linears and of four GELUs, 16 rows of 64; a weight alone would be 16 KiB more.
+    assert 0 < offloaded - kept <= num_steps * 9 * 16 * 64 * 4
 
 
 def test_mod_19_parameters_are_never_taken_for_activations() -> None:

@@ -81,14 +81,15 @@ def seeds(first: int, count: int) -> list[Variant]:
     ]
 
 
-def test_num_02_mlp_is_exact_under_the_slow_store() -> None:
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_num_02_mlp_is_exact_under_the_slow_store(activations: str) -> None:
     """NUM-02: data is never used before its copy has landed, nor memory reused too early. MLP-6, 10 steps."""
-    check(adamw_mlp(6), mlp_steps(10), [*FULL, *seeds(0, 6)])
+    check(adamw_mlp(6), mlp_steps(10), [*FULL, *seeds(0, 6)], activations=activations)
 
 
 def test_num_02_gpt_is_exact_under_the_slow_store() -> None:
     """NUM-02: the same for GPT-tiny with its tied head."""
-    check(adamw_gpt, gpt_steps(5), seeds(0, 4))
+    check(adamw_gpt, gpt_steps(5), seeds(0, 4), activations="offload")
 
 
 @pytest.mark.slow
@@ -98,7 +99,7 @@ def test_num_02_twenty_seeds(name: str, prefetch: int) -> None:
     """NUM-02: 20 seeds at each prefetch depth, 10 steps."""
     build, loop = (adamw_mlp(6), mlp_steps(10)) if name == "mlp" else (adamw_gpt, gpt_steps(10))
     variants = [Variant(SLOW, prefetch=prefetch, seed=s, every_look=False) for s in range(20)]
-    check(build, loop, variants)
+    check(build, loop, variants, activations="offload")
 
 
 # ---------------------------------------------------------------- NUM-03
@@ -141,7 +142,7 @@ def test_num_03_views_of_one_storage_are_kept_apart() -> None:
             optimizer.zero_grad()
             look(loss=loss, input_grad=x.grad)
 
-    check(two_views(False), loop)
+    check(two_views(False), loop, activations="offload")
 
 
 @pytest.mark.parametrize("variant", [None, *QUICK], ids=str)
@@ -153,7 +154,7 @@ def test_num_03_in_place_after_saving_is_the_usual_error(variant: Variant | None
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
-    run(two_views(True), loop, variant)
+    run(two_views(True), loop, variant, activations="offload")
 
 
 @pytest.mark.parametrize("variant", [None, *QUICK], ids=str)
