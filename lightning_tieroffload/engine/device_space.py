@@ -68,8 +68,10 @@ class DeviceSpace:
         self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed)
         self._pid = os.getpid()
         self._num_lent = 0  # 0: no part is on the device uncharged
+        self._lent: list[Part] = []  # on the device as the user's memory, uncharged
         self._touched: list[Part] = []  # what calls of user code outside windows are using right now
         self._num_lent = 0  # 0: no part is on the device uncharged
+        self._lent: list[Part] = []  # on the device as the user's memory, uncharged
         self._touched: list[Part] = []  # what calls of user code outside windows are using right now
         self._distance_of: dict[int, int] = {}
         self._distance_key: Any = None
@@ -405,6 +407,8 @@ class DeviceSpace:
                     self._num_lent += 1
                     self.ledger.release(Tier.DEVICE, part.charged_nbytes)
                     part.charged_nbytes = 0
+                    if part not in self._lent:
+                        self._lent.append(part)
         if account.headroom_nbytes >= nbytes:
             return True
         if not must:
@@ -419,10 +423,12 @@ class DeviceSpace:
     # ---------------------------------------------------------------------------------------- what compute asks for
     def _reclaim(self) -> None:
         """Parts that were left to user code as its memory, and that it does not hold any more, go."""
-        for unit in self.units:
-            for part in unit.parts:
-                if part.is_resident and part.charged_nbytes < part.nbytes and not self._is_held(part):
-                    self._evict(part)
+        for part in list(self._lent):
+            if not part.is_resident or part.charged_nbytes == part.nbytes:
+                self._lent.remove(part)
+            elif not self._is_held(part):
+                self._lent.remove(part)
+                self._evict(part)
 
     def _ensure_part(self, part: Part) -> None:
         if part.is_resident:
@@ -503,10 +509,15 @@ class DeviceSpace:
         ``wire_dtype`` is what autocast would cast to just now, None without autocast.
         """
         with self.lock:
+            parts = unit.parts_for(None if unit.is_compiled else wire_dtype)
+            if unit.num_windows > 0 and unit.open_parts == parts:
+                # A module inside one that is open: nothing to fetch, nothing to learn.
+                unit.num_windows += 1
+                for part in parts:
+                    part.num_leases += 1
+                return parts
             self.check_process()
             self.wire_dtype = wire_dtype
-            self._reclaim()
-            parts = unit.parts_for(None if unit.is_compiled else wire_dtype)
             self.note_use(unit, phase, parts)
             self._reclaim()
             for part in parts:
@@ -523,6 +534,9 @@ class DeviceSpace:
                     slot.is_mixed = True  # what is used in full in this window is not seen
             unit.num_windows += 1
             if unit.num_windows == 1:
+                unit.open_parts = parts
+                if phase is not Phase.EVAL:
+                    unit.refresh_trainable()
                 plain = nn.Parameter if unit.is_compiled else ComputeParameter
                 may_travel = unit.wire_state is not WireState.REFUSED or unit.has_casts
                 watch = wire_dtype is not None and may_travel and not unit.is_compiled

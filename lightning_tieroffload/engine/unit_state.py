@@ -304,6 +304,7 @@ class UnitState:
         self.wire_state = WireState.WATCHING if any(p.castable for p in self.full_parts) else WireState.REFUSED
         self.has_casts = False  # stand-ins for autocast's casts are alive
         self.num_windows = 0
+        self.open_parts: list[Part] | None = None  # what the outermost open window leased
         self.update: Any = None  # ticket of the update that writes the home next, or None
         # gradients
         self.grads = [GradRecord() for _ in self.slots]
@@ -311,6 +312,9 @@ class UnitState:
         self._grad_arenas: dict[tuple[int, torch.dtype], PinnedArena] = {}
         self._states: dict[tuple[int, str], torch.Tensor] = {}  # mapped, not asked for yet
         self.born: list[ParamSlot] = []  # gradients that autograd has finished but that have not left yet
+        self.grad_nbytes = 0
+        self.max_grad_nbytes = 0
+        self.refresh_trainable()
 
     @property
     def parts(self) -> list[Part]:
@@ -322,13 +326,12 @@ class UnitState:
             return self.full_parts
         return [self.wire if part.castable else part for part in self.full_parts]
 
-    @property
-    def max_grad_nbytes(self) -> int:
-        return max((s.nbytes for s in self.slots if s.param.requires_grad), default=0)
-
-    @property
-    def grad_nbytes(self) -> int:
-        return sum(s.nbytes for s in self.slots if s.param.requires_grad)
+    def refresh_trainable(self) -> None:
+        """Take down what needs a gradient now; called when the unit opens for a pass with gradients."""
+        with torch._C.DisableTorchFunctionSubclass():
+            sizes_nbytes = [slot.nbytes for slot in self.slots if slot.param.requires_grad]
+        self.grad_nbytes = sum(sizes_nbytes)
+        self.max_grad_nbytes = max(sizes_nbytes, default=0)
 
     def new_state(self, slot: ParamSlot, name: str) -> torch.Tensor:
         """An fp32 tensor of the slot's shape and strides for optimizer state, its content undefined.
