@@ -44,6 +44,7 @@ def bench_train(
     cap: str = typer.Option("", help="Most device memory that the process may allocate, e.g. 24GiB."),
     against: str = typer.Option("", help="'resident' runs the same job without offloading too."),
     seed: int = typer.Option(0, help="Seed of weights and data."),
+    deterministic: bool = typer.Option(False, help="Use torch's deterministic algorithms, to compare runs bit by bit."),
     as_json: bool = typer.Option(False, "--json", help="Only the JSON lines."),
 ) -> None:
     """Measure training steps of a Llama shape with random weights."""
@@ -61,7 +62,7 @@ def bench_train(
         )
     job: dict[str, Any] = {
         "size": model_size, "batch": batch, "seq": seq, "steps": steps, "warmup": warmup, "grad_accum": grad_accum,
-        "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed, "config": config.to_json(),
+        "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed, "deterministic": deterministic, "config": config.to_json(),
     }  # fmt: skip
     ours = _in_a_process(job)
     if against == "resident":
@@ -83,6 +84,8 @@ bench_train.__doc__ = f"{bench_train.__doc__} {SETTINGS_HELP}"
 
 def _in_a_process(job: dict[str, Any]) -> dict[str, Any]:
     environment = dict(os.environ)
+    if job["deterministic"]:
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if job["face"] == "accelerate":  # what `accelerate launch --config_file` puts into the environment of a script
         environment |= {"ACCELERATE_USE_TIEROFFLOAD": "true", "TIEROFFLOAD_CONFIG": job["config"]}
     done = subprocess.run(
@@ -123,6 +126,8 @@ class _Timer:
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
     """Run one job in this process and give its figures. ``job`` is what ``bench_train`` makes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if job.get("deterministic"):
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if device.type == "cuda" and job["cap"]:
         total_nbytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(parse_nbytes(job["cap"], key="cap") / total_nbytes)
