@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_tieroffload.config import TierOffloadConfig
-from lightning_tieroffload.engine import offload_engine
+from lightning_tieroffload.engine import activations, offload_engine
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, spec_nbytes
 from lightning_tieroffload.engine.units import find_units
 from lightning_tieroffload.errors import InfeasiblePlanError
@@ -294,7 +294,7 @@ def run(
     model, optimizers = build()
     params = list(model.parameters())
     look = Look(model, optimizers, variant, num_expected)
-    with one_thread():
+    with one_thread(), small_activations():
         try:
             look.attach(**settings)
             assert all(a is b for a, b in zip(params, model.parameters(), strict=True)), "a parameter was replaced"
@@ -303,6 +303,17 @@ def run(
         finally:
             look.close()
     return look.recording
+
+
+@contextlib.contextmanager
+def small_activations() -> Iterator[None]:
+    """Activation offload takes tensors of any number of bytes: those of tests are all too small to be worth it."""
+    before = activations.LEAST_NBYTES
+    activations.LEAST_NBYTES = 1
+    try:
+        yield
+    finally:
+        activations.LEAST_NBYTES = before
 
 
 @contextlib.contextmanager

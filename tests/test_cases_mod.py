@@ -571,7 +571,7 @@ def test_mod_19_activation_offload_leaves_weights_alone(variant: Variant | None)
         for each in ("keep", "offload")
     )
     # Saved per step: inputs of five Linears and of four GELUs, 16 rows of 64; a weight alone would be 16 KiB more.
-    assert 0 < offloaded - kept <= num_steps * 9 * 16 * 64 * 4
+    assert 0 < offloaded - kept <= num_steps * (9 * 16 * 64 * 4 + 1024)
 
 
 def test_mod_19_parameters_are_never_taken_for_activations() -> None:
