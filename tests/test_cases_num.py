@@ -55,6 +55,13 @@ def mlp_steps(num_steps: int) -> Any:
 # ---------------------------------------------------------------- NUM-02
 
 
+# Nothing put off or poisoned, as in a real run; and one thing at a time.
+OTHER = [
+    Variant(frozenset(), prefetch=2, every_look=False, budget="tight"),
+    Variant(frozenset({"no_overlap", "poison"}), prefetch=2, every_look=False),
+]
+
+
 def gpt_steps(num_steps: int) -> Any:
     def loop(model: Any, optimizer: Any, look: Any) -> None:
         model.train()
@@ -84,7 +91,7 @@ def seeds(first: int, count: int) -> list[Variant]:
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 def test_num_02_mlp_is_exact_under_the_slow_store(activations: str) -> None:
     """NUM-02: data is never used before its copy has landed, nor memory reused too early. MLP-6, 10 steps."""
-    check(adamw_mlp(6), mlp_steps(10), [*FULL, *seeds(0, 6)], activations=activations)
+    check(adamw_mlp(6), mlp_steps(10), [*FULL, *OTHER, *seeds(0, 6)], activations=activations)
 
 
 def test_num_02_gpt_is_exact_under_the_slow_store() -> None:
@@ -574,6 +581,39 @@ def test_num_12_the_checked_values() -> None:
 
         run(build, loop, variant)
         assert values == pytest.approx([0.95, 1.0, 0.9, 0.9, 0.81])
+
+
+def test_facts_of_the_table_hold_under_the_engine() -> None:
+    """V3: 16-bit gradients accumulate in 16 bits. V20: AdamW on complex numbers. V4: the norm of norms."""
+    for variant in (None, *QUICK):
+
+        def build() -> Any:
+            model = nn.Sequential(nn.Linear(1, 1, bias=False, dtype=torch.bfloat16), nn.Linear(1, 1, bias=False))
+            model[1].weight = nn.Parameter(torch.ones(1, 1, dtype=torch.complex64))
+            return model, torch.optim.AdamW([model[1].weight], lr=0.1, weight_decay=0.0)
+
+        def loop(model: Any, optimizer: Any, look: Any) -> None:
+            for grad in (1.0, 2**-9, 2**-9, 2**-9):
+                (model[0].weight * torch.tensor(grad, dtype=torch.bfloat16)).sum().backward()
+            assert model[0].weight.grad.item() == 1.0
+            (model[1].weight.abs() ** 2).sum().backward()
+            optimizer.step()
+            assert model[1].weight.item() == pytest.approx(0.9 + 0j)
+            assert optimizer.state[model[1].weight]["exp_avg"].dtype == torch.complex64
+
+        run(build, loop, variant)
+
+    def eight() -> Any:
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), None
+
+    def norms(model: Any, _: Any, look: Any) -> None:
+        mlp_loss(model, batches(1)[0]).backward()
+        norm = clip_grad_norm_(model.parameters(), 1e9)
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        look(norm=norm, flat=flat)
+
+    plain, _ = check(eight, norms, FULL)
+    assert plain.looks[0]["log/norm"] == pytest.approx(float(plain.looks[0]["log/flat"]), rel=1e-5)
 
 
 # ---------------------------------------------------------------- NUM-13
