@@ -62,7 +62,8 @@ def bench_train(
         )
     job: dict[str, Any] = {
         "size": model_size, "batch": batch, "seq": seq, "steps": steps, "warmup": warmup, "grad_accum": grad_accum,
-        "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed, "deterministic": deterministic, "config": config.to_json(),
+        "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed,
+        "deterministic": deterministic, "config": config.to_json(),
     }  # fmt: skip
     ours = _in_a_process(job)
     if against == "resident":
@@ -128,6 +129,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if job.get("deterministic"):
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # Of the attention backends only flash has a deterministic backward.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
     if device.type == "cuda" and job["cap"]:
         total_nbytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(parse_nbytes(job["cap"], key="cap") / total_nbytes)
