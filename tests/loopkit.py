@@ -211,7 +211,9 @@ def python(
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def start(code: str, *, cwd: Path, settings: dict[str, Any] | None = None, **environ: str) -> subprocess.Popen[str]:
+def start(
+    code: str, *, cwd: Path, settings: dict[str, Any] | None = None, stdin: int | None = None, **environ: str
+) -> subprocess.Popen[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TIEROFFLOAD", "ACCELERATE", "PYTEST"))}
     ours = {}
     if settings is not None:
@@ -227,6 +229,7 @@ def start(code: str, *, cwd: Path, settings: dict[str, Any] | None = None, **env
             **kept, "PYTHONPATH": os.pathsep.join((str(ROOT), str(TESTS))), "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", **ours, **environ,
         },
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
