@@ -147,13 +147,11 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-@pytest.mark.xfail(strict=True, reason="copies run under the caller's transform, and hooks that page in are forbidden")
 def test_function_transforms_of_the_model(name: str) -> None:
     """``torch.func`` transforms with the model's own parameters as constants."""
     check(build, loop_with(FORBIDDEN[name]), VARIANTS)
 
 
-@pytest.mark.xfail(strict=True, reason="without hooks autograd keeps the parameter itself, whose storage is evicted")
 def test_saved_tensor_hooks_forbidden() -> None:
     """A forward in which saved-tensor hooks are forbidden, differentiated later."""
 

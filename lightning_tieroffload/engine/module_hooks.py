@@ -2,14 +2,19 @@
 
 [Note: hook-free copies] ``deepcopy`` of a module copies its hook tables. Our hooks copy as inert ones, which take
 themselves out of the copied tables when the memo of that deepcopy dies, that is when the whole copy is done.
+
+[Note: hooks forbidden] ``torch.func`` transforms and ``disable_saved_tensors_hooks`` forbid saved-tensor hooks. Autograd
+then keeps the parameters themselves, and nothing pages them in later. So an alias of their storage is kept, which makes
+the memory the user's (see [Note: handed-out tensors]), until the next outermost forward in which hooks are allowed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +32,16 @@ from lightning_tieroffload.engine.wire import wire_dtype
 __all__ = ["ModuleHooks"]
 
 _MEMO_KEY = "lightning_tieroffload.inert_hooks"
+
+
+@contextlib.contextmanager
+def _outside_transforms() -> Iterator[None]:
+    """The engine's own copies are no part of a ``torch.func`` transform that the user's call is in."""
+    if torch._C._functorch.peek_interpreter_stack() is None:  # type: ignore[attr-defined]
+        yield
+        return
+    with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():  # type: ignore[attr-defined]
+        yield
 
 
 class _Frame:
@@ -122,8 +137,15 @@ class ModuleHooks:
         else:
             phase = Phase.FORWARD if has_grad else Phase.EVAL
         dtype = wire_dtype(self._space.device)
-        for unit in units:
-            frame.opened.append((unit, self._space.open_window(unit, phase, dtype)))
+        may_hook = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        with _outside_transforms():
+            if may_hook and len(frames) == 1:
+                self._local.kept_for_autograd = []
+            for unit in units:
+                frame.opened.append((unit, self._space.open_window(unit, phase, dtype)))
+                if has_grad and not may_hook:
+                    kept = self._local.__dict__.setdefault("kept_for_autograd", [])
+                    kept += [part.flat.detach() for _, parts in frame.opened[-1:] for part in parts]
         if has_grad:
             for unit in units:
                 self._watch(unit)
