@@ -70,9 +70,6 @@ class DeviceSpace:
         self._num_lent = 0  # 0: no part is on the device uncharged
         self._lent: list[Part] = []  # on the device as the user's memory, uncharged
         self._touched: list[Part] = []  # what calls of user code outside windows are using right now
-        self._num_lent = 0  # 0: no part is on the device uncharged
-        self._lent: list[Part] = []  # on the device as the user's memory, uncharged
-        self._touched: list[Part] = []  # what calls of user code outside windows are using right now
         self._distance_of: dict[int, int] = {}
         self._distance_key: Any = None
         self._next_index = 0

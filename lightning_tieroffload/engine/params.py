@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -36,15 +36,25 @@ __all__ = [
     "set_raw_grad",
 ]
 
+T = TypeVar("T")
+
+
+class _Field(Protocol[T]):
+    """A descriptor of ``torch.Tensor``; torch's stubs name only the type of its value."""
+
+    def __get__(self, p: torch.Tensor, owner: type | None = None, /) -> T: ...
+    def __set__(self, p: torch.Tensor, value: T, /) -> None: ...
+
+
 # The C++ descriptors, read once: our classes shadow them.
-_GRAD = torch.Tensor.grad
-_DATA = torch.Tensor.data
+_GRAD = cast("_Field[torch.Tensor | None]", torch.Tensor.grad)
+_DATA = cast("_Field[torch.Tensor]", torch.Tensor.data)
 
 
 def raw_grad(p: torch.Tensor) -> torch.Tensor | None:
     """The gradient in autograd's own field, past our property."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _GRAD.__get__(p)  # type: ignore[no-any-return]
+        return _GRAD.__get__(p)
 
 
 def set_raw_grad(p: torch.Tensor, grad: torch.Tensor | None) -> None:
@@ -55,7 +65,7 @@ def set_raw_grad(p: torch.Tensor, grad: torch.Tensor | None) -> None:
 def raw_data(p: torch.Tensor) -> torch.Tensor:
     """An alias of the parameter's device memory as it is (released or not)."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _DATA.__get__(p)  # type: ignore[no-any-return]
+        return _DATA.__get__(p)
 
 
 def set_raw_data(p: torch.Tensor, data: torch.Tensor) -> None:
@@ -129,7 +139,7 @@ class _Managed(nn.Parameter):
     _tieroffload_slot: ParamSlot
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """The true gradient, wherever it is. Reading it brings it to the device and makes that tensor authoritative."""
         slot = self._tieroffload_slot
         return slot.owner.read_grad(slot)
@@ -161,17 +171,18 @@ class _Managed(nn.Parameter):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         slot = self._tieroffload_slot
-        state = (slot.owner.snapshot(slot), self.requires_grad, OrderedDict())
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        state = (slot.owner.snapshot(slot), self.requires_grad, hooks)
         return torch._utils._rebuild_parameter, state
 
 
 class ComputeParameter(_Managed):
     """Worn while the unit is leased: plain for torch. See [Note: parameter classes]."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         slot = self._tieroffload_slot
         slot.owner.mark_aliased(slot)
         return raw_data(self)
@@ -186,7 +197,7 @@ class AutocastParameter(_Managed):
     """Worn in place of ``ComputeParameter`` by fp32 weights under autocast: every use is seen. See wire.py."""
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         slot = self._tieroffload_slot
         return slot.owner.touch([slot], lambda: raw_data(self), grad_mode=False)  # type: ignore[no-any-return]
 
@@ -237,10 +248,10 @@ _METADATA = frozenset(
     )
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_signed}  # fmt: skip
 
-_DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_GRAD_GET = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_GRAD_SET = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_DATA_GET = _DATA.__get__
+_DATA_SET = _DATA.__set__
+_GRAD_GET = _GRAD.__get__
+_GRAD_SET = _GRAD.__set__
 
 
 def _paged_in(value: Any, found: list[ParamSlot]) -> None:
@@ -289,7 +300,7 @@ class PagedParameter(_Managed):
     """Worn outside compute: true shape, dtype and device; values are paged in on touch."""
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         slot = self._tieroffload_slot
         return slot.owner.touch([slot], lambda: raw_data(self), grad_mode=False)  # type: ignore[no-any-return]
 
