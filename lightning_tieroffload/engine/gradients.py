@@ -263,7 +263,7 @@ class Gradients:
     def norm(self, slot: ParamSlot, norm_type: float) -> torch.Tensor:
         """The gradient's norm on the compute device, by the function that torch's clipping calls there."""
         with self._space.lock:
-            record = slot.unit.grads[slot.index]
+            record: GradRecord = slot.unit.grads[slot.index]
             if norm_type in record.norms and not record.factors:
                 return record.norms[norm_type]
             if record.is_wire and not record.factors:
@@ -275,7 +275,7 @@ class Gradients:
             if self._space.device.type != "cpu":
                 grad = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self._space.device)
                 self._space.upload([(grad, host)], f"gradient norm ({slot.name})").before_compute()
-            result = torch.linalg.vector_norm(grad, norm_type)
+            result: torch.Tensor = torch.linalg.vector_norm(grad, norm_type)
             record.norms[norm_type] = result
             return result
 

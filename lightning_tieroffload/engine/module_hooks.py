@@ -15,7 +15,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,10 +37,10 @@ _MEMO_KEY = "lightning_tieroffload.inert_hooks"
 @contextlib.contextmanager
 def _outside_transforms() -> Iterator[None]:
     """The engine's own copies are no part of a ``torch.func`` transform that the user's call is in."""
-    if torch._C._functorch.peek_interpreter_stack() is None:  # type: ignore[attr-defined]
+    if torch._C._functorch.peek_interpreter_stack() is None:
         yield
         return
-    with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():  # type: ignore[attr-defined]
+    with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
         yield
 
 
@@ -123,7 +123,7 @@ class ModuleHooks:
         frames = getattr(self._local, "frames", None)
         if frames is None:
             frames = self._local.frames = []
-        return frames  # type: ignore[no-any-return]
+        return frames
 
     def enter(self, module: nn.Module, units: Sequence[UnitState]) -> None:
         frames = self._frames()
@@ -184,7 +184,7 @@ class ModuleHooks:
 
     def _wrap_compiled(self, module: nn.Module, units: tuple[UnitState, ...]) -> None:
         # module.compile() compiles the call with its hooks; ours go around it, so that the graph does not break.
-        compiled = module._compiled_call_impl
+        compiled = cast(Callable[..., Any], module._compiled_call_impl)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.enter(module, units)

@@ -108,7 +108,7 @@ class SavedHooks:
         if type(packed) is Offloaded and self._activations is not None:
             return self._activations.unpack(packed)
         if type(packed) is _Outer:
-            return packed.unpack(packed.packed)  # type: ignore[no-any-return]
+            return packed.unpack(packed.packed)
         _check_version("a saved tensor", packed.tensor, packed.version, packed.tensor._version)
         return packed.tensor  # type: ignore[no-any-return]
 
@@ -119,15 +119,15 @@ def push_hooks(
     """Make ours the innermost hooks of this thread. False where they are already, or where hooks are forbidden."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return False
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if top is not None:
         owner = getattr(top[0], "__self__", None)
         if isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage:
             return False
     hooks = SavedHooks(space, on_unpack, top, activations)
-    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)  # type: ignore[attr-defined]
+    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
     return True
 
 
 def pop_hooks() -> None:
-    torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+    torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -75,7 +75,7 @@ def _total_norm(
     grouped = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(stand_ins, with_indices=True)
     order = [index for _, indices in grouped.values() for index in indices]
     first_device = items[0][0].device
-    total = torch.linalg.vector_norm(torch.stack([norms[i].to(first_device) for i in order]), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[i].to(first_device) for i in order]), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         _originals[torch.nn.utils, "get_total_norm"]([total], 2.0, True)  # raises, in torch's own words
     return total
@@ -157,7 +157,7 @@ def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         managed: list[ParamSlot] = []
-        ordinary: list[torch.Tensor] = []
+        ordinary: list[nn.Parameter] = []
         for p in self.parameters():
             slot = managed_slot(p)
             if slot is None:
@@ -242,7 +242,7 @@ def _wrap_clear_cache(original: Callable[..., Any]) -> Callable[..., Any]:
 def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]] | None]]:
     utils = torch.nn.utils
     yield utils, "get_total_norm", None  # takes gradients, not parameters: remembered, not wrapped
-    for owner in (utils, torch.nn.utils.clip_grad):  # type: ignore[attr-defined]
+    for owner in (utils, torch.nn.utils.clip_grad):
         yield owner, "clip_grad_norm_", _wrap_clip_norm
         yield owner, "clip_grads_with_norm_", _wrap_clip_with_norm
         yield owner, "clip_grad_value_", _wrap_clip_value

@@ -41,7 +41,7 @@ def align_nbytes(device: torch.device) -> int:
 
 def _storage_owners(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage objects refer to this storage."""
-    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined,no-any-return]
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def flat_numpy(tensor: torch.Tensor) -> Any:
@@ -212,7 +212,8 @@ class Part:
         with torch.inference_mode(False):
             self.storage.resize_(self.nbytes)
             if poison:
-                torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage, 0, (self.nbytes,)).fill_(255)
+                raw = torch.empty(0, dtype=torch.uint8, device=self.device)
+                raw.set_(self.storage, 0, (self.nbytes,), (1,)).fill_(255)
 
     def release(self) -> None:
         self.storage.resize_(0)
