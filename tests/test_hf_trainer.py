@@ -23,7 +23,7 @@ from lightning_tieroffload.strategies import accelerate_plugin, hf_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KEYS = (_tieroffload_hooks.ENABLED_KEY, _tieroffload_hooks.REQUIRED_KEY, _tieroffload_hooks.CONFIG_KEY)
-STARVED = {"device_budget": "128KiB", "optimizer_kernel": "torch"}
+STARVED = {"device_budget": "128KiB", "optimizer_kernel": "torch", "debug": ["poison", "delays"]}
 
 accelerate_plugin.hook_accelerator(accelerate.accelerator)
 hf_trainer.hook_trainer(transformers.trainer)

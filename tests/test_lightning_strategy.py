@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import STARVED, InfiniteAt, assert_same, mlp, rng_states, samples, seed_all, snapshot
+from toys import SLOW_STORE, InfiniteAt, assert_same, mlp, rng_states, samples, seed_all, snapshot
 
 import lightning_tieroffload
 from lightning_tieroffload.engine.offload_engine import engine_of
@@ -115,7 +115,7 @@ def fit(
         "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
     }
-    strategy = lightning_tieroffload.TierOffloadStrategy(**(config or STARVED)) if ours else "auto"
+    strategy = lightning_tieroffload.TierOffloadStrategy(**(config or SLOW_STORE)) if ours else "auto"
     trainer = pl.Trainer(strategy=strategy, **{**defaults, **trainer_options})
     train = torch.utils.data.DataLoader(samples(), batch_size=8, shuffle=True)
     val = torch.utils.data.DataLoader(samples(16), batch_size=8)
@@ -149,7 +149,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clip by value": {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "bf16-true": {"precision": "bf16-true"},
-    "64-true": {"precision": "64-true", "config": {**STARVED, "device_budget": "80KiB"}},
+    "64-true": {"precision": "64-true", "config": {**SLOW_STORE, "device_budget": "80KiB"}},
     "norms in a hook, then clip": {"options": {"log_norms": True}, "gradient_clip_val": 1e-2},
     "fused": {"options": {"fused": True}},
     "batch norm, dropout": {"options": {"batch_norm": True, "dropout": 0.2}},
@@ -242,7 +242,7 @@ def test_evaluation_builds_no_optimizer(tmp_path: Path) -> None:
     path = str(tmp_path / "six.ckpt")
     trainer.save_checkpoint(path)
     results = []
-    for strategy in ("auto", lightning_tieroffload.TierOffloadStrategy(**STARVED)):
+    for strategy in ("auto", lightning_tieroffload.TierOffloadStrategy(**SLOW_STORE)):
         pl, toy = modules(FAMILIES[0])
 
         class NoOptimizer(toy):  # type: ignore[misc,valid-type]
@@ -329,10 +329,10 @@ def test_hyper_parameters_of_any_type_resume_with_weights_only_false(tmp_path: P
     seed_all()
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_steps": 2}
     loader = torch.utils.data.DataLoader(samples(), batch_size=8)
-    trainer = pl.Trainer(strategy=lightning_tieroffload.TierOffloadStrategy(**STARVED), **options)
+    trainer = pl.Trainer(strategy=lightning_tieroffload.TierOffloadStrategy(**SLOW_STORE), **options)
     trainer.fit(Holds(), loader)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
-    again = pl.Trainer(strategy=lightning_tieroffload.TierOffloadStrategy(**STARVED), **{**options, "max_steps": 3})
+    again = pl.Trainer(strategy=lightning_tieroffload.TierOffloadStrategy(**SLOW_STORE), **{**options, "max_steps": 3})
     again.fit(Holds(), loader, ckpt_path=str(tmp_path / "two.ckpt"), weights_only=False)
     assert again.global_step == 3
 
@@ -379,7 +379,7 @@ def test_learning_rate_finder_leaves_the_model_as_it_was() -> None:
             def configure_optimizers(self) -> Any:
                 return torch.optim.SGD(self.parameters(), lr=self.lr)
 
-        strategy = lightning_tieroffload.TierOffloadStrategy(**STARVED) if ours else "auto"
+        strategy = lightning_tieroffload.TierOffloadStrategy(**SLOW_STORE) if ours else "auto"
         trainer = pl.Trainer(
             strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=4, enable_progress_bar=False,
             enable_checkpointing=False,
@@ -402,7 +402,7 @@ def test_two_modules_that_share_a_part() -> None:
         teacher, student = toy(), toy()
         student.net[0] = teacher.net[0]
         for model in (teacher, student):
-            strategy = lightning_tieroffload.TierOffloadStrategy(**STARVED) if ours else "auto"
+            strategy = lightning_tieroffload.TierOffloadStrategy(**SLOW_STORE) if ours else "auto"
             trainer = pl.Trainer(
                 strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=3, enable_progress_bar=False,
                 enable_checkpointing=False,
@@ -454,7 +454,7 @@ def test_an_exception_is_the_users_own_and_the_next_fit_works(where: str) -> Non
         return getattr(super(Failing, self), where)(*args)
 
     setattr(Failing, where, fail)
-    strategy = lightning_tieroffload.TierOffloadStrategy(**STARVED)
+    strategy = lightning_tieroffload.TierOffloadStrategy(**SLOW_STORE)
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_steps": 4}
     trainer = pl.Trainer(strategy=strategy, enable_progress_bar=False, **options)
     seed_all()
@@ -466,9 +466,9 @@ def test_an_exception_is_the_users_own_and_the_next_fit_works(where: str) -> Non
     assert engine_of(model) is None
     assert all(type(p) is nn.Parameter for p in model.parameters())
     delattr(Failing, where)
-    pl.Trainer(strategy=lightning_tieroffload.TierOffloadStrategy(**STARVED), enable_progress_bar=False, **options).fit(
-        model, loader
-    )
+    pl.Trainer(
+        strategy=lightning_tieroffload.TierOffloadStrategy(**SLOW_STORE), enable_progress_bar=False, **options
+    ).fit(model, loader)
 
 
 def test_keyboard_interrupt_ends_as_lightning_ends_it() -> None:
@@ -483,7 +483,7 @@ def test_keyboard_interrupt_ends_as_lightning_ends_it() -> None:
 
     before = signal.getsignal(signal.SIGINT)
     trainer = pl.Trainer(
-        strategy=lightning_tieroffload.TierOffloadStrategy(**STARVED), accelerator="cpu", devices=1, logger=False,
+        strategy=lightning_tieroffload.TierOffloadStrategy(**SLOW_STORE), accelerator="cpu", devices=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False,
     )  # fmt: skip
     model = Interrupted()
@@ -576,7 +576,7 @@ def test_wrong_settings_are_refused_by_the_constructor() -> None:
 
 
 def test_report_and_plan_are_written(tmp_path: Path) -> None:
-    fit(FAMILIES[0], True, config={**STARVED, "trace_path": str(tmp_path / "run")})
+    fit(FAMILIES[0], True, config={**SLOW_STORE, "trace_path": str(tmp_path / "run")})
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan == report["plan"]
@@ -630,7 +630,7 @@ def test_configure_model_is_built_on_the_host() -> None:
                 self.net = mlp()
 
     results = []
-    for strategy in ("auto", lightning_tieroffload.TierOffloadStrategy(**STARVED)):
+    for strategy in ("auto", lightning_tieroffload.TierOffloadStrategy(**SLOW_STORE)):
         trainer = pl.Trainer(
             strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=3,
             enable_progress_bar=False,
@@ -651,7 +651,7 @@ def test_meta_parameters_get_memory_and_the_checkpoint(tmp_path: Path) -> None:
         model = toy()
     model.scale = nn.Parameter(torch.ones(3))  # a module that owns parameters must be able to reset them
     trainer = pl.Trainer(
-        strategy=lightning_tieroffload.TierOffloadStrategy(**STARVED), accelerator="cpu", devices=1, logger=False
+        strategy=lightning_tieroffload.TierOffloadStrategy(**SLOW_STORE), accelerator="cpu", devices=1, logger=False
     )
     trainer.validate(model, torch.utils.data.DataLoader(samples(16), batch_size=8), ckpt_path=path, verbose=False)
     assert_same(torch.load(path, weights_only=False)["state_dict"], dict(model.state_dict()))

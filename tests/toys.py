@@ -12,6 +12,8 @@ from torch import nn
 
 # The largest layer of `mlp` (16.6 kB) and one more fit, nothing else does.
 STARVED = {"device_budget": "40KiB", "optimizer_kernel": "torch"}
+# The same, with NaN in memory before it is reused and every copy and update put off until somebody waits for it.
+SLOW_STORE = {**STARVED, "debug": ["poison", "delays"]}
 
 
 def seed_all(seed: int = 0) -> None:
