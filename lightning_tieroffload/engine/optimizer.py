@@ -18,7 +18,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from lightning_tieroffload.concepts import Ticket
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients, fits_host
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
-from lightning_tieroffload.engine.unit_state import GradPlace, UnitState, flat_numpy
+from lightning_tieroffload.engine.unit_state import Factor, GradPlace, UnitState, flat_numpy
 from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import TierOffloadError
 
@@ -201,10 +201,10 @@ class TierOptimizer:
     _tieroffload_user_class: type
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        raw = getattr(self, "_optimizer", self)
+        raw: Any = getattr(self, "_optimizer", self)
         raw._opt_called = True  # what torch's LRScheduler wrapper would have set
         updates = _updates_of(raw)
-        user_cls = raw._tieroffload_user_class
+        user_cls: type[Optimizer] = raw._tieroffload_user_class
         if updates is None:
             return user_cls.step(raw, closure)
         for hook in [*_global_optimizer_pre_hooks.values(), *raw._optimizer_step_pre_hooks.values()]:
@@ -218,7 +218,7 @@ class TierOptimizer:
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        raw = getattr(self, "_optimizer", self)
+        raw: Any = getattr(self, "_optimizer", self)
         managed: list[ParamSlot] = []
         for group in raw.param_groups:
             for p in group["params"]:
@@ -235,7 +235,7 @@ class TierOptimizer:
             managed[0].owner.gradients.zero(managed, set_to_none=set_to_none)  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        raw = getattr(self, "_optimizer", self)
+        raw: Any = getattr(self, "_optimizer", self)
         result = raw._tieroffload_user_class.state_dict(raw)
         if _updates_of(raw) is None:
             return result  # type: ignore[no-any-return]
@@ -243,9 +243,9 @@ class TierOptimizer:
         return {**result, "state": _snapshot(result["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raw = getattr(self, "_optimizer", self)
+        raw: Any = getattr(self, "_optimizer", self)
         updates = _updates_of(raw)
-        user_cls = raw._tieroffload_user_class
+        user_cls: type[Optimizer] = raw._tieroffload_user_class
         if updates is None:
             user_cls.load_state_dict(raw, state_dict)
             raw.state = TierState(raw, raw.state.items())
@@ -253,7 +253,7 @@ class TierOptimizer:
         updates.load_state_dict(raw, user_cls, state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raw = getattr(self, "_optimizer", self)
+        raw: Any = getattr(self, "_optimizer", self)
         state = dict(raw.__getstate__())
         state["state"] = defaultdict(dict, {p: _snapshot(entry) for p, entry in raw.state.items()})
         # Not copyreg.__newobj__: pickle insists that its class is the very one that the object wears.
@@ -309,10 +309,11 @@ def user_class(optimizer: Any) -> type:
     return getattr(optimizer, "_tieroffload_user_class", type(optimizer))
 
 
-def _inner_step(cls: type) -> Callable[..., Any]:
+def _inner_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """The class's step without torch's profiling and hook wrapper: hooks run once per real step, not once per clone."""
-    step = cls.step  # type: ignore[attr-defined]
-    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]
+    step: Callable[..., Any] = cls.step
+    inner: Callable[..., Any] = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    return inner
 
 
 def _remapped(value: Any, mapping: dict[Any, Any], depth: int = 3) -> Any:
@@ -328,7 +329,7 @@ def _remapped(value: Any, mapping: dict[Any, Any], depth: int = 3) -> Any:
     return value
 
 
-def _clone(raw: Optimizer, cls: type, groups: list[dict[str, Any]], hosts: dict[Any, Any]) -> Any:
+def _clone(raw: Optimizer, cls: type[Optimizer], groups: list[dict[str, Any]], hosts: dict[Any, Any]) -> Any:
     """An instance of the user's class over host parameters. ``hosts``: original parameter to the one the clone sees."""
     clone = cls.__new__(cls)
     attributes = {k: v for k, v in raw.__dict__.items() if k not in _NOT_MIRRORED}
@@ -398,7 +399,7 @@ class Updates:
             self._step_at_s.append(time.perf_counter())
 
     # ------------------------------------------------------------------------------------------------------- step
-    def step(self, raw: Optimizer, cls: type, closure: Callable[[], Any] | None) -> Any:
+    def step(self, raw: Optimizer, cls: type[Optimizer], closure: Callable[[], Any] | None) -> Any:
         if cls not in _PER_PARAMETER and not self._has_kernels(raw, cls):
             result = self._step_whole(raw, cls, closure)
             self._note_step(raw)
@@ -423,7 +424,7 @@ class Updates:
             return None
         return self._find_kernel(cls, group, dtype)
 
-    def _order_updates(self, raw: Optimizer, cls: type) -> None:
+    def _order_updates(self, raw: Optimizer, cls: type[Optimizer]) -> None:
         device = self._space.device
         groups = [_frozen_group(group, device) for group in raw.param_groups]
         by_unit: dict[UnitState, list[tuple[ParamSlot, int]]] = {}
@@ -451,7 +452,7 @@ class Updates:
     def _order_update(
         self,
         raw: Optimizer,
-        cls: type,
+        cls: type[Optimizer],
         unit: UnitState,
         items: list[tuple[ParamSlot, int]],
         groups: list[dict[str, Any]],
@@ -492,7 +493,9 @@ class Updates:
             source.hand_over(ticket)
         self._space.refresh(unit)
 
-    def _run_torch(self, raw: Optimizer, cls: type, sources: list[_Source], scalar_dtype: torch.dtype) -> None:
+    def _run_torch(
+        self, raw: Optimizer, cls: type[Optimizer], sources: list[_Source], scalar_dtype: torch.dtype
+    ) -> None:
         fresh = [source for source in sources if not dict.get(raw.state, source.slot.param)]
         groups: list[dict[str, Any]] = []
         hosts: dict[Any, Any] = {}
@@ -516,7 +519,7 @@ class Updates:
                 if not dict.get(raw.state, p, True):
                     dict.pop(raw.state, p)  # the class keeps nothing for this parameter
         for source in fresh:
-            entry = dict.get(raw.state, source.slot.param)
+            entry: Any = dict.get(raw.state, source.slot.param)
             dtype = torch.float32 if source.group.get("fused") else scalar_dtype
             for name in _SCALARS if isinstance(entry, dict) else ():
                 if isinstance(entry.get(name), torch.Tensor) and entry[name].dtype != dtype:
@@ -540,7 +543,7 @@ class Updates:
                 entry[name] = slot.unit.new_state(slot, name)
                 is_first = True
             states[name] = flat_numpy(entry[name])
-        grad = source.grad
+        grad = cast(torch.Tensor, source.grad)  # those without one are torch's to run
         future: Future[None] = kernel.submit(
             self._pool, slot.split if slot.split is not None else flat_numpy(slot.home), flat_numpy(grad), states,
             step=num_step, group=source.group, grad_scales=[factor.value() for factor in source.factors],
@@ -551,7 +554,7 @@ class Updates:
         return future
 
     # ------------------------------------------------------------------------------------- whole-instance optimizers
-    def _step_whole(self, raw: Optimizer, cls: type, closure: Callable[[], Any] | None) -> Any:
+    def _step_whole(self, raw: Optimizer, cls: type[Optimizer], closure: Callable[[], Any] | None) -> Any:
         slots = [s for g in raw.param_groups for p in g["params"] if (s := managed_slot(p)) is not None]
         for slot in slots:
             # The instance keeps its parameters from step to step, so their homes stay whole tensors.
@@ -611,9 +614,9 @@ class Updates:
         return None if grad is None else grad.detach().to("cpu")
 
     # ------------------------------------------------------------------------------------------------------- loading
-    def load_state_dict(self, raw: Optimizer, cls: type, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, raw: Optimizer, cls: type[Optimizer], state_dict: dict[str, Any]) -> None:
         """``load_state_dict`` of the user's class, over host parameters: state goes to its home, wherever it was."""
-        for hook in raw._optimizer_load_state_dict_pre_hooks.values():  # type: ignore[attr-defined]
+        for hook in raw._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(raw, state_dict)
             state_dict = state_dict if changed is None else changed
         hosts: dict[Any, Any] = {}
@@ -629,7 +632,7 @@ class Updates:
             groups.append({**group, "params": params})
         clone = _clone(raw, cls, groups, hosts)
         clone.state = defaultdict(dict)
-        cls.load_state_dict(clone, state_dict)  # type: ignore[attr-defined]
+        cls.load_state_dict(clone, state_dict)
         back = {host: original for original, host in hosts.items()}
         raw.state = TierState(raw, [(back.get(key, key), value) for key, value in clone.state.items()])
         raw.param_groups = [
@@ -638,8 +641,8 @@ class Updates:
         for key, value in clone.__dict__.items():
             if key not in _NOT_MIRRORED:
                 raw.__dict__[key] = _remapped(value, back)
-        for hook in raw._optimizer_load_state_dict_post_hooks.values():  # type: ignore[attr-defined]
-            hook(raw)
+        for post_hook in raw._optimizer_load_state_dict_post_hooks.values():
+            post_hook(raw)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -659,6 +662,7 @@ class _Source:
         self.record = slot.unit.grads[slot.index]
         self.odd_grad: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
+        self.factors: list[Factor]
         fresh = raw_grad(slot.param)
         if fresh is not None and not fits_host(slot, fresh):
             self._ticket, self.factors = None, []
