@@ -118,7 +118,7 @@ def build_of(make: Callable[[], nn.Module]) -> Any:
 
 
 # Under the budget that the engine names as the least, and with room; both times under the slow store.
-VARIANTS = [FULL[1], FULL[2], FULL[3]]
+VARIANTS = [FULL[1], FULL[3]]
 
 
 @pytest.mark.parametrize("how", HOWS)

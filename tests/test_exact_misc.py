@@ -118,7 +118,7 @@ def test_odd_types_and_shapes(make: Any) -> None:
             optimizer.zero_grad()
             look(loss=loss, strides=str([(p.shape, p.stride()) for p in model.parameters()]))
 
-    check(build, loop, FULL)
+    check(build, loop, QUICK)
 
 
 def test_channels_last_convolutions_and_batch_norm() -> None:
@@ -388,7 +388,7 @@ def test_custom_functions_that_keep_the_weight(function: Any, autocast: bool) ->
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             return (model(x).float() ** 2).mean()
 
-    check(with_adamw(lambda: nn.Sequential(*(Layer() for _ in range(4)))), steps(loss_of, 3, 8, 24), FULL)
+    check(with_adamw(lambda: nn.Sequential(*(Layer() for _ in range(4)))), steps(loss_of, 3, 8, 24), QUICK)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -634,7 +634,7 @@ def test_a_block_that_is_used_several_times() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.again(self.blocks[1](self.blocks[0](x, 2)), 1)
 
-    check(with_adamw(Net), steps(lambda m, x: (m(x) ** 2).mean(), 3, 4, 24), FULL)
+    check(with_adamw(Net), steps(lambda m, x: (m(x) ** 2).mean(), 3, 4, 24), QUICK)
 
 
 def test_an_exception_in_forward_that_the_loop_survives() -> None:
@@ -714,7 +714,7 @@ def test_deepcopy_gives_an_ordinary_model_and_pickles_are_ordinary() -> None:
                 )
             look()
 
-    check(with_adamw(Stack), loop, FULL)
+    check(with_adamw(Stack), loop, QUICK)
 
 
 def test_averages_of_weights() -> None:

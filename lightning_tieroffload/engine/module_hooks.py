@@ -3,9 +3,9 @@
 [Note: hook-free copies] ``deepcopy`` of a module copies its hook tables. Our hooks copy as inert ones, which take
 themselves out of the copied tables when the memo of that deepcopy dies, that is when the whole copy is done.
 
-[Note: hooks forbidden] ``torch.func`` transforms and ``disable_saved_tensors_hooks`` forbid saved-tensor hooks. Autograd
-then keeps the parameters themselves, and nothing pages them in later. So an alias of their storage is kept, which makes
-the memory the user's (see [Note: handed-out tensors]), until the next outermost forward in which hooks are allowed.
+[Note: hooks forbidden] ``torch.func`` transforms and ``disable_saved_tensors_hooks`` forbid saved-tensor hooks.
+Autograd then keeps the parameters themselves, and nothing pages them in later. So an alias of their storage is kept,
+which makes the memory the user's (see [Note: handed-out tensors]), until the next outermost forward with hooks allowed.
 """
 
 from __future__ import annotations
