@@ -6,13 +6,17 @@ is torch's own class on host tensors of the parameters' true shapes, or a one-pa
 [Note: who runs an update] A class of torch whose update of one parameter depends on that parameter alone runs unit by
 unit on the update lane, in the order of next use; ``step()`` returns once all are ordered. Any other class runs as one
 instance over all parameters in the training thread: its numbers may depend on the whole (LBFGS, a global trust ratio).
-Both run a *clone*: the user's class and attributes, over the host tensors. ``__init__`` is not called again.
+Both run a *clone*: the user's class and attributes, over the host tensors. ``__init__`` is not called again. A class
+that reaches its parameters past its groups too (it holds the model, or another optimizer: see ``reach.py``), or whose
+gradients carry a graph, steps as it is, on the managed parameters, which are paged in as they are touched.
 """
 
 from __future__ import annotations
 
 import copyreg
+import functools
 import itertools
+import threading
 import time
 import weakref
 from collections import OrderedDict, defaultdict
@@ -29,9 +33,11 @@ from lightning_tieroffload.concepts import Ticket
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients, fits_host
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
+from lightning_tieroffload.engine.reach import REMAPPED_DEPTH, inner_optimizers, reaches_past_its_groups
 from lightning_tieroffload.engine.unit_state import Factor, GradPlace, UnitState, flat_numpy
 from lightning_tieroffload.engine.wire import Wire
-from lightning_tieroffload.errors import TierOffloadError
+from lightning_tieroffload.errors import TierOffloadError, UnsupportedError
+from lightning_tieroffload.kernels.split import merge_f32, split_f32
 
 __all__ = [
     "TierOptimizer",
@@ -63,6 +69,13 @@ _HOOKS = (
 # State entries that torch's classes make in the default dtype.
 _SCALARS = ("step", "eta", "mu", "mu_product")
 _NOT_MIRRORED = frozenset((*_HOOKS, "param_groups", "state", "step", "_opt_called"))
+
+
+def _raw(optimizer: Any) -> Any:
+    """The user's own object, where one of a trainer's wrapper classes calls our methods with itself."""
+    if "_tieroffload_user_class" in type(optimizer).__dict__:
+        return optimizer  # ours, whatever the user's class calls its attributes
+    return getattr(optimizer, "_optimizer", optimizer)
 
 
 def _updates_of(optimizer: Optimizer) -> Updates | None:
@@ -106,6 +119,10 @@ class TierState(defaultdict):  # type: ignore[type-arg]
         self._optimizer = weakref.ref(optimizer)
         for key, value in entries:
             dict.__setitem__(self, key, value)
+
+    def wait(self) -> None:
+        """Wait for every update in flight."""
+        self._wait_all()
 
     def _wait_all(self) -> None:
         # By the optimizer's parameters, not by the keys: an update in flight may be the one that makes the entry.
@@ -158,6 +175,31 @@ class TierState(defaultdict):  # type: ignore[type-arg]
         self._wait_all()
         super().clear()
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._wait(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._wait(key)
+        super().__delitem__(key)
+
+    def popitem(self) -> Any:
+        self._wait_all()
+        return super().popitem()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._wait_all()
+        super().update(*args, **kwargs)
+
+    def __ior__(self, other: Any) -> Any:
+        self._wait_all()
+        return super().__ior__(other)
+
+    def copy(self) -> Any:
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
+
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self.items()))
 
@@ -200,42 +242,47 @@ class TierOptimizer:
     _step_supports_amp_scaling = False  # a fused Adam would unscale inside its own kernel, past our gradients
     _tieroffload_user_class: type
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        raw: Any = getattr(self, "_optimizer", self)
+    @property
+    def state(self) -> Any:
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if not isinstance(value, TierState):
+            before = self.__dict__.get("state")
+            if isinstance(before, TierState):
+                before.wait()  # an update in flight belongs to the state that it began with
+            value = TierState(self, value.items())  # type: ignore[arg-type]
+        self.__dict__["state"] = value
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        raw: Any = _raw(self)
         raw._opt_called = True  # what torch's LRScheduler wrapper would have set
         updates = _updates_of(raw)
         user_cls: type[Optimizer] = raw._tieroffload_user_class
         if updates is None:
-            return user_cls.step(raw, closure)
-        for hook in [*_global_optimizer_pre_hooks.values(), *raw._optimizer_step_pre_hooks.values()]:
-            hook(raw, (), {} if closure is None else {"closure": closure})
-        result = updates.step(raw, user_cls, closure)
-        for hook in [*raw._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
-            hook(raw, (), {})
+            return user_cls.step(raw, *args, **kwargs)
+        args = (raw, *args)  # as torch's own wrapper of step shows them to hooks
+        for hook in [*_global_optimizer_pre_hooks.values(), *_hooks_of(raw, "_optimizer_step_pre_hooks")]:
+            changed = hook(raw, args, kwargs)
+            if changed is not None:
+                if not (isinstance(changed, tuple) and len(changed) == 2):
+                    raise RuntimeError(f"{hook} must return None or a tuple of (new_args, new_kwargs), not {changed}.")
+                args, kwargs = changed
+        result = updates.step(raw, user_cls, args[1:], kwargs)
+        for hook in [*_hooks_of(raw, "_optimizer_step_post_hooks"), *_global_optimizer_post_hooks.values()]:
+            hook(raw, args, kwargs)
         return result
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers then neither wrap again nor warn
     step.hooked = True  # type: ignore[attr-defined]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        raw: Any = getattr(self, "_optimizer", self)
-        managed: list[ParamSlot] = []
-        for group in raw.param_groups:
-            for p in group["params"]:
-                slot = managed_slot(p)
-                if slot is not None:
-                    managed.append(slot)
-                elif p.grad is not None:
-                    if set_to_none:
-                        p.grad = None
-                    else:
-                        p.grad.detach_() if p.grad.grad_fn is not None else p.grad.requires_grad_(False)
-                        p.grad.zero_()
-        if managed:
-            managed[0].owner.gradients.zero(managed, set_to_none=set_to_none)  # type: ignore[attr-defined]
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        raw: Any = _raw(self)  # the class's own method, if it has one; torch's knows managed parameters (torch_patches)
+        return raw._tieroffload_user_class.zero_grad(raw, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        raw: Any = getattr(self, "_optimizer", self)
+        raw: Any = _raw(self)
         result = raw._tieroffload_user_class.state_dict(raw)
         if _updates_of(raw) is None:
             return result  # type: ignore[no-any-return]
@@ -243,21 +290,26 @@ class TierOptimizer:
         return {**result, "state": _snapshot(result["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raw: Any = getattr(self, "_optimizer", self)
+        raw: Any = _raw(self)
         updates = _updates_of(raw)
         user_cls: type[Optimizer] = raw._tieroffload_user_class
-        if updates is None:
+        if updates is None or reaches_past_its_groups(raw, user_cls):
+            raw.state.wait()
             user_cls.load_state_dict(raw, state_dict)
-            raw.state = TierState(raw, raw.state.items())
+            raw.state = raw.__dict__["state"]  # torch's __setstate__ goes past the property
             return
         updates.load_state_dict(raw, user_cls, state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raw: Any = getattr(self, "_optimizer", self)
+        raw: Any = _raw(self)
         state = dict(raw.__getstate__())
         state["state"] = defaultdict(dict, {p: _snapshot(entry) for p, entry in raw.state.items()})
         # Not copyreg.__newobj__: pickle insists that its class is the very one that the object wears.
         return copyreg._reconstructor, (raw._tieroffload_user_class, object, None), state  # type: ignore[attr-defined]
+
+
+def _hooks_of(raw: Optimizer, name: str) -> Any:
+    return raw.__dict__.get(name, {}).values()  # a wrapper may never have called Optimizer.__init__
 
 
 def _snapshot(value: Any) -> Any:
@@ -280,6 +332,9 @@ def adopt(optimizer: Optimizer) -> Optimizer:
     """
     if isinstance(optimizer, TierOptimizer):
         return optimizer
+    sharing = [inner for inner in inner_optimizers(optimizer) if inner.state is optimizer.state]
+    for inner in inner_optimizers(optimizer):
+        adopt(inner)
     cls = type(optimizer)
     new = _adopted_classes.get(cls)
     if new is None:
@@ -288,7 +343,8 @@ def adopt(optimizer: Optimizer) -> Optimizer:
     optimizer.__dict__.pop("step", None)  # an LR scheduler made earlier left a wrapper of the old class's step here
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)
     optimizer.__class__ = new
-    optimizer.state = TierState(optimizer, optimizer.state.items())
+    # Through the property: what was there before is wrapped. One state for two optimizers stays one.
+    optimizer.state = sharing[0].state if sharing else optimizer.__dict__["state"]
     return optimizer
 
 
@@ -316,7 +372,7 @@ def _inner_step(cls: type[Optimizer]) -> Callable[..., Any]:
     return inner
 
 
-def _remapped(value: Any, mapping: dict[Any, Any], depth: int = 3) -> Any:
+def _remapped(value: Any, mapping: dict[Any, Any], depth: int = REMAPPED_DEPTH) -> Any:
     """``value`` with every parameter in ``mapping`` replaced, through lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         return mapping.get(value, value)
@@ -354,6 +410,11 @@ def _frozen_group(group: dict[str, Any], device: torch.device) -> dict[str, Any]
     return frozen
 
 
+def _closure_in(closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
+    """The only argument that torch's classes take; another one is a TypeError, as there."""
+    return closure
+
+
 class Updates:
     """What ``step()`` orders, for one device space.
 
@@ -386,6 +447,7 @@ class Updates:
         self.num_steps = 0
         self._step_at_s: list[float] = []
         self._first_optimizer: int | None = None
+        self._stepping: tuple[int, type, frozenset[ParamSlot]] | None = None  # whose step runs on host tensors now
 
     def step_times_s(self) -> list[float]:
         """Seconds from one step of the first optimizer to its next."""
@@ -399,11 +461,12 @@ class Updates:
             self._step_at_s.append(time.perf_counter())
 
     # ------------------------------------------------------------------------------------------------------- step
-    def step(self, raw: Optimizer, cls: type[Optimizer], closure: Callable[[], Any] | None) -> Any:
+    def step(self, raw: Optimizer, cls: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if cls not in _PER_PARAMETER and not self._has_kernels(raw, cls):
-            result = self._step_whole(raw, cls, closure)
+            result = self._step_whole(raw, cls, args, kwargs)
             self._note_step(raw)
             return result
+        closure = _closure_in(*args, **kwargs)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -496,6 +559,11 @@ class Updates:
     def _run_torch(
         self, raw: Optimizer, cls: type[Optimizer], sources: list[_Source], scalar_dtype: torch.dtype
     ) -> None:
+        for source in [source for source in sources if _may_slice(raw, cls, source)]:
+            self._run_torch_sliced(raw, cls, source)
+            sources.remove(source)
+        if not sources:
+            return
         fresh = [source for source in sources if not dict.get(raw.state, source.slot.param)]
         groups: list[dict[str, Any]] = []
         hosts: dict[Any, Any] = {}
@@ -524,6 +592,39 @@ class Updates:
             for name in _SCALARS if isinstance(entry, dict) else ():
                 if isinstance(entry.get(name), torch.Tensor) and entry[name].dtype != dtype:
                     entry[name] = entry[name].to(dtype)
+
+    @staticmethod
+    def _run_torch_sliced(raw: Optimizer, cls: type, source: _Source) -> None:
+        """The class on one slice of a large parameter after the other, so that its temporaries are small."""
+        slot, numel = source.slot, source.slot.numel
+        entry = dict.__getitem__(raw.state, slot.param)
+        scalars: dict[str, Any] = {}
+        for begin in range(0, numel, _SLICE_NUMEL):
+            end = min(begin + _SLICE_NUMEL, numel)
+            bits = slice(begin // 8, (end + 7) // 8)
+            split = slot.split
+            if split is None:
+                values = _flat(slot.home)[begin:end]
+            else:
+                values = torch.empty(end - begin, dtype=slot.dtype)
+                merge_f32(split.hi_u16[begin:end], split.lo_u16[begin:end], split.ties_u8[bits], values.numpy())
+            host = nn.Parameter(values)
+            host.grad = source.true_grad_slice(begin, end)
+            state = {
+                key: value
+                if not isinstance(value, torch.Tensor)
+                else (_flat(value)[begin:end] if value.numel() == numel else value.clone())
+                for key, value in entry.items()
+            }
+            clone = _clone(raw, cls, [{**source.group, "params": [host]}], {})
+            clone.state = defaultdict(dict, {host: state})
+            _inner_step(cls)(clone)
+            if split is not None:
+                split_f32(values.numpy(), split.hi_u16[begin:end], split.lo_u16[begin:end], split.ties_u8[bits])
+            scalars = {
+                key: value for key, value in state.items() if not isinstance(value, torch.Tensor) or value.numel() == 1
+            }
+        entry.update(scalars)
 
     def _start_kernel(self, raw: Optimizer, source: _Source) -> Future[None]:
         kernel, slot = source.kernel, source.slot
@@ -554,34 +655,60 @@ class Updates:
         return future
 
     # ------------------------------------------------------------------------------------- whole-instance optimizers
-    def _step_whole(self, raw: Optimizer, cls: type[Optimizer], closure: Callable[[], Any] | None) -> Any:
+    def _step_whole(self, raw: Any, cls: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = [s for g in raw.param_groups for p in g["params"] if (s := managed_slot(p)) is not None]
+        has_graph = any((grad := raw_grad(slot.param)) is not None and grad.requires_grad for slot in slots)
+        if has_graph or reaches_past_its_groups(raw, cls):
+            return _inner_step(cls)(raw, *args, **kwargs)
         for slot in slots:
             # The instance keeps its parameters from step to step, so their homes stay whole tensors.
             if slot.split is not None:
                 raise TierOffloadError(f"{slot.name}: its master is split, which {cls.__name__} cannot update.")
             self._wire.refuse_all(slot.unit)
         hosts = {slot.param: host_param(slot) for slot in slots}
+        given: dict[ParamSlot, torch.Tensor | None] = {}
+        shown: dict[int, tuple[ParamSlot, torch.Tensor]] = {}  # gradient blocks of ours, by address
 
         def to_hosts() -> None:
             with self._space.lock, torch.no_grad():
                 for unit in {slot.unit: None for slot in slots}:
                     self._space.settle_home(unit)
                 for slot in slots:
-                    hosts[slot.param].grad = self._host_grad(slot)
+                    grad = given[slot] = hosts[slot.param].grad = self._host_grad(slot)
+                    if grad is not None and self._gradients.is_down(slot):
+                        shown[grad.untyped_storage().data_ptr()] = (slot, grad)
+            self._stepping = (threading.get_ident(), cls, frozenset(slots))
 
         def from_hosts() -> None:
-            with self._space.lock:
+            self._stepping = None
+            with self._space.lock, torch.no_grad():
+                for slot in slots:
+                    host, home = hosts[slot.param], slot.unit.read_home(slot)
+                    if host.data_ptr() != home.data_ptr():  # the class did p.data = ...
+                        home.copy_(host.detach())
+                        host.data = home
+                    grad = host.grad
+                    if grad is None and given.get(slot) is not None:
+                        self._gradients.zero([slot], set_to_none=True)
+                    elif grad is not given.get(slot) and grad is not None:
+                        self._gradients.write(slot, grad.detach().to(slot.param.device))
                 for unit in {slot.unit: None for slot in slots}:
                     self._space.order_home_write(unit, [s for s in slots if s.unit is unit])
                     self._space.refresh(unit)
 
-        def inner_closure() -> Any:
-            from_hosts()
-            with torch.enable_grad():
-                loss = closure()  # type: ignore[misc]
-            to_hosts()
-            return loss
+        def around(call: Any) -> Any:
+            """A closure runs with the parameters themselves, so what was done to the host tensors is theirs first."""
+            if isinstance(call, (torch.Tensor, type)) or not callable(call):
+                return call
+
+            @functools.wraps(call, updated=())
+            def inner(*args: Any, **kwargs: Any) -> Any:
+                from_hosts()
+                result = call(*args, **kwargs)
+                to_hosts()
+                return result
+
+            return inner
 
         to_hosts()
         device = self._space.device
@@ -591,19 +718,76 @@ class Updates:
         ]
         clone = _clone(raw, cls, groups, hosts)
         try:
-            step = _inner_step(cls)
-            result = step(clone, inner_closure) if closure is not None else step(clone)
+            result = _inner_step(cls)(
+                clone,
+                *(around(_remapped(value, hosts)) for value in args),
+                **{key: around(_remapped(value, hosts)) for key, value in kwargs.items()},
+            )
         finally:
             from_hosts()
             for host in hosts.values():
                 host.grad = None
-        back = {host: original for original, host in hosts.items()}
+        back: dict[Any, Any] = {host: original for original, host in hosts.items()}
+        kept = self._kept_gradients(clone, shown)
+        for p, entry in list(clone.state.items()):
+            clone.state[p] = kept(entry)
         for key, value in clone.__dict__.items():
             if key not in _NOT_MIRRORED:
-                raw.__dict__[key] = _remapped(value, back)
+                raw.__dict__[key] = _remapped(kept(value), back)
         for group, used in zip(raw.param_groups, groups, strict=True):
             group.update({k: v for k, v in used.items() if k != "params"})
         return result
+
+    def _kept_gradients(
+        self, clone: Any, shown: dict[int, tuple[ParamSlot, torch.Tensor]]
+    ) -> Callable[[Any], Any]:
+        """A class that keeps a gradient (``state["previous"] = p.grad``) keeps the tensor, as in the plain run.
+
+        Our block is written anew by the next backward. So the tensor that is kept becomes the parameter's gradient.
+        """
+        own: dict[int, torch.Tensor] = {}
+
+        def kept(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                found = None
+                if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided:
+                    found = shown.get(value.untyped_storage().data_ptr())
+                if found is None:
+                    return value
+                slot, grad = found
+                whole = own.get(id(slot))
+                if whole is None:
+                    whole = own[id(slot)] = grad.clone()
+                    if self._space.device.type == "cpu" and self._gradients.is_down(slot):
+                        self._gradients.write(slot, whole)
+                if value is grad:
+                    return whole
+                offset = value.storage_offset() - grad.storage_offset()
+                return whole.as_strided(value.size(), value.stride(), whole.storage_offset() + offset)
+            if isinstance(value, list):
+                value[:] = [kept(item) for item in value]
+            elif type(value) is tuple:
+                return tuple(kept(item) for item in value)
+            elif isinstance(value, dict) and not isinstance(value, TierState):
+                for key, item in list(value.items()):
+                    value[key] = kept(item)
+            return value
+
+        return kept
+
+    def refuse_from_inside(self, slots: Iterable[ParamSlot]) -> None:
+        """A class whose step runs on host tensors must not touch the parameters themselves meanwhile."""
+        if self._stepping is None:
+            return
+        thread, cls, inside = self._stepping
+        if thread == threading.get_ident():
+            for slot in slots:
+                if slot in inside:
+                    raise UnsupportedError(
+                        f"{cls.__name__}.step() reaches {slot.name} by another way than its param_groups (a global, an "
+                        "object that hides it). Keep what it uses (the model, an inner optimizer) as an attribute of "
+                        "the optimizer: its step then runs on the parameters themselves."
+                    )
 
     def _host_grad(self, slot: ParamSlot) -> torch.Tensor | None:
         if not self._gradients.has_grad(slot):
@@ -650,6 +834,33 @@ class Updates:
             self._pool = None
 
 
+# Classes that treat every element alike, so that a slice of a tensor is updated to the bits of the whole tensor's.
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+)
+_SLICE_NUMEL = 1 << 20  # a multiple of 8: slices of a split master share no byte of tie bits
+
+
+def _may_slice(raw: Optimizer, cls: type, source: _Source) -> bool:
+    slot = source.slot
+    if cls not in _ELEMENTWISE or source.group.get("fused") or source.grad is None or slot.numel <= 2 * _SLICE_NUMEL:
+        return False
+    entry = dict.get(raw.state, slot.param)
+    # The first step makes the state, of whole tensors.
+    return bool(entry) and all(
+        not isinstance(value, torch.Tensor)
+        or value.numel() == 1
+        or (value.shape == slot.shape and value.stride() == slot.stride and value.device.type == "cpu")
+        for value in entry.values()
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as one dimension."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 class _Source:
     """One parameter's part of an update: where its gradient is and what is still to be multiplied in."""
 
@@ -681,6 +892,14 @@ class _Source:
             return self.odd_grad
         # A 16-bit gradient stands for the fp32 one that it equals: widened here, and then as torch would multiply.
         grad = self.grad if self.grad.dtype == self.slot.dtype else self.grad.to(self.slot.dtype)
+        for factor in self.factors:
+            grad.mul_(factor.on_host())
+        return grad
+
+    def true_grad_slice(self, begin: int, end: int) -> torch.Tensor:
+        """``true_grad`` of elements ``begin`` to ``end``, counted in memory order."""
+        assert self.grad is not None
+        grad = _flat(self.grad)[begin:end].to(self.slot.dtype)
         for factor in self.factors:
             grad.mul_(factor.on_host())
         return grad
