@@ -89,14 +89,14 @@ def when_imported(name: str, callback: Callback) -> None:
     callbacks.append(callback)
     if module is None:
         if _Finder not in sys.meta_path:
-            sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, _Finder)
         return
     spec = getattr(module, "__spec__", None)
     if spec is None or not getattr(spec, "_initializing", False):
         _fire(name)
     elif len(callbacks) == 1:
         if _Finder not in sys.meta_path:  # for a second try, should this import fail
-            sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, _Finder)
         _watch(spec, name)
 
 
@@ -181,13 +181,13 @@ def _watch(spec: ModuleSpec, name: str) -> None:
     def set_(self: ModuleSpec, value: bool) -> None:
         self.__dict__["_initializing"] = value
         if not value:
-            self.__class__ = base  # type: ignore[assignment]
+            self.__class__ = base
             # importlib has taken a module whose import failed out of sys.modules by now.
             if name in sys.modules:
                 _fire(name)
 
     members = {"_initializing": property(get, set_), "__module__": base.__module__}
-    spec.__class__ = type(base.__name__, (base,), members)  # type: ignore[assignment]
+    spec.__class__ = type(base.__name__, (base,), members)
 
 
 # ---------------------------------------------------------------- what is hooked

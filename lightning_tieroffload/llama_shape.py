@@ -83,7 +83,8 @@ class DecoderLayer(nn.Module):
         a = F.scaled_dot_product_attention(q, k.to(v.dtype), v, is_causal=True, enable_gqa=True)
         x = x + self.o(a.transpose(1, 2).reshape(batch, length, -1))
         h = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        result: torch.Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return result
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -101,6 +102,9 @@ def _angles(shape: LlamaSize, max_length: int) -> tuple[torch.Tensor, torch.Tens
 
 class LlamaShape(nn.Module):
     """``forward(ids)`` with int64 ids of shape (batch, length) gives the mean next-token loss, a scalar."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
     def __init__(
         self, shape: LlamaSize, *, max_length: int, recompute: bool = True, loss_positions: int = 2048
@@ -153,7 +157,7 @@ class LlamaShape(nn.Module):
             x = checkpoint(layer, x, cos, sin, use_reentrant=False) if self.recompute else layer(x, cos, sin)
         x = self.norm(x)[:, :-1].flatten(0, 1)
         labels = ids[:, 1:].flatten()
-        total = x.new_zeros((), dtype=torch.float32)
+        total: torch.Tensor = x.new_zeros((), dtype=torch.float32)
         for start in range(0, x.shape[0], self.loss_positions):
             part, wanted = x[start : start + self.loss_positions], labels[start : start + self.loss_positions]
             total = total + checkpoint(self._loss, part, wanted, use_reentrant=False)

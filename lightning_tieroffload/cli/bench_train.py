@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import typer
@@ -202,6 +202,11 @@ def _plain(
     return window_s, engine.report() if engine is not None else None
 
 
+def _loader(data: torch.Tensor) -> torch.utils.data.DataLoader[torch.Tensor]:
+    """One row of ``data`` after the other: a tensor has all that a loader asks of a data set."""
+    return torch.utils.data.DataLoader(cast("torch.utils.data.Dataset[torch.Tensor]", data), batch_size=None)
+
+
 def _lightning(
     model: LlamaShape, data: torch.Tensor, job: dict[str, Any], device: torch.device, timer: _Timer
 ) -> tuple[float, Any]:
@@ -242,10 +247,10 @@ def _lightning(
     trainer = pl.Trainer(
         max_steps=job["warmup"] + job["steps"], accelerator="gpu" if device.type == "cuda" else "cpu", devices=1,
         precision=job["amp"], gradient_clip_val=job["clip"] or None, accumulate_grad_batches=job["grad_accum"],
-        strategy=TierOffloadStrategy(**config.to_dict()), logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        strategy=cast("pl.strategies.Strategy", TierOffloadStrategy(**config.to_dict())), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=None))
+    trainer.fit(Module(), _loader(data))
     return results[0], results[1]
 
 
@@ -259,7 +264,7 @@ def _accelerate(
     accelerator = Accelerator(
         mixed_precision="bf16" if job["amp"] == "bf16-mixed" else "no", gradient_accumulation_steps=job["grad_accum"]
     )
-    loader = torch.utils.data.DataLoader(data, batch_size=None)
+    loader = _loader(data)
     model, optimizer, loader = accelerator.prepare(model, _optimizer(model, device), loader)
     engine = lightning_tieroffload.engine_of(model)
     if engine is None:

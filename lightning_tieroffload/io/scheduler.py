@@ -916,9 +916,7 @@ class LaneExecutor(concurrent.futures.Executor):
         self._lane = lane
         self._label = label
 
-    def submit(  # type: ignore[override]
-        self, fn: Callable[..., T], /, *args: Any, **kwargs: Any
-    ) -> concurrent.futures.Future[T]:
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         ticket = self._scheduler.submit(

@@ -55,7 +55,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 def _cudart() -> Any:
     """torch's CUDA runtime module, or None without usable CUDA. Looked up late so that tests can replace it."""
-    return torch.cuda.cudart() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart() if torch.cuda.is_available() else None
 
 
 def _clear_cuda_error() -> None:
