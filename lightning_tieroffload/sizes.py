@@ -35,9 +35,8 @@ def parse_nbytes(value: int | float | str, *, key: str = "size") -> int:
             raise ConfigError(
                 f'{key}={value!r} is not a size. Write a number of bytes or a string such as "22GiB", "512MiB", "8GB".'
             )
-        return int(float(match.group(1)) * _FACTORS[match.group(2).lower()]) if not match.group(1).isdigit() else int(
-            match.group(1)
-        ) * _FACTORS[match.group(2).lower()]
+        number, factor = match.group(1), _FACTORS[match.group(2).lower()]
+        return int(number) * factor if number.isdigit() else int(float(number) * factor)
     if value != value or value < 0 or value == float("inf"):
         raise ConfigError(f"{key}={value!r} must be a finite number of bytes, 0 or more.")
     return int(value)

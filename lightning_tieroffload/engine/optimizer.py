@@ -191,7 +191,7 @@ class TierState(defaultdict):  # type: ignore[type-arg]
         self._wait_all()
         super().update(*args, **kwargs)
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # as typeshed's own: dict's overloads of | and |= differ
         self._wait_all()
         return super().__ior__(other)
 
@@ -738,9 +738,7 @@ class Updates:
             group.update({k: v for k, v in used.items() if k != "params"})
         return result
 
-    def _kept_gradients(
-        self, clone: Any, shown: dict[int, tuple[ParamSlot, torch.Tensor]]
-    ) -> Callable[[Any], Any]:
+    def _kept_gradients(self, clone: Any, shown: dict[int, tuple[ParamSlot, torch.Tensor]]) -> Callable[[Any], Any]:
         """A class that keeps a gradient (``state["previous"] = p.grad``) keeps the tensor, as in the plain run.
 
         Our block is written anew by the next backward. So the tensor that is kept becomes the parameter's gradient.
@@ -846,7 +844,7 @@ def _may_slice(raw: Optimizer, cls: type, source: _Source) -> bool:
     slot = source.slot
     if cls not in _ELEMENTWISE or source.group.get("fused") or source.grad is None or slot.numel <= 2 * _SLICE_NUMEL:
         return False
-    entry = dict.get(raw.state, slot.param)
+    entry: Any = dict.get(raw.state, slot.param)
     # The first step makes the state, of whole tensors.
     return bool(entry) and all(
         not isinstance(value, torch.Tensor)
