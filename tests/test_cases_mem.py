@@ -47,12 +47,12 @@ def train(model: nn.Module, optimizer: Any, num_steps: int, width: int = 64) -> 
 
 def test_mem_01_exact_sizes() -> None:
     """MEM-01: 12 tensors of 1.04 x 2^k bytes: the host memory that the engine maps is theirs, within 2 %."""
-    sizes = [int(1.04 * 2**k) // 4 for k in (20, 21, 22)] * 4
-    model = nn.ParameterList([nn.Parameter(torch.ones(n)) for n in sizes])
-    param_nbytes = 4 * sum(sizes)
     warm = mlp(1)
     tieroffload.offload(warm, None, device="cpu", device_budget="1MiB", dram_budget="1GiB")
     engine_of(warm).close()
+    sizes = [int(1.04 * 2**k) // 4 for k in (20, 21, 22)] * 4
+    model = nn.ParameterList([nn.Parameter(torch.ones(n)) for n in sizes])
+    param_nbytes = 4 * sum(sizes)
     before = held_nbytes()
     tieroffload.offload(model, None, device="cpu", device_budget=2 * param_nbytes, dram_budget="1GiB", units="auto")
     engine = engine_of(model)
