@@ -317,9 +317,11 @@ class DeviceSpace:
         if part.upload is LANDED:  # copied at once: nobody will land it later
             self.table.landed(part.shard, H2D)
 
-    def _start_fetch(self, part: Part) -> None:
-        self.ledger.charge(Tier.DEVICE, part.nbytes)
-        part.charged_nbytes = part.nbytes
+    def _start_fetch(self, part: Part, *, is_users: bool = False) -> None:
+        part.charged_nbytes = 0 if is_users else part.nbytes
+        self.ledger.charge(Tier.DEVICE, part.charged_nbytes)
+        if is_users:
+            self._lent.append(part)
         part.is_resident = True
         try:
             part.materialise(poison=self.poison)
@@ -437,8 +439,11 @@ class DeviceSpace:
                 self._land(part)
             return
         self.wait_update(part.unit)
-        self.make_room(part.nbytes, keep=part.unit, what=f"unit {part.name}")
-        self._start_fetch(part)
+        # A unit may hand a parameter to another unit's forward: what user code reads by itself is fetched even
+        # where compute's own leases fill the budget, and is the user's memory then.
+        is_users = part in self._touched
+        has_room = self.make_room(part.nbytes, keep=part.unit, what=f"unit {part.name}", must=not is_users)
+        self._start_fetch(part, is_users=not has_room)
         self._land(part)
 
     def _settle_full_of(self, wire: Part) -> None:
