@@ -26,6 +26,7 @@ DESCRIPTIONS = {
     "constraints.txt": "a set of versions that is known to work",
     "docs/design.md": "why it is so: named notes, dated decisions",
     "docs/log.md": "what was measured, also what was dropped",
+    "docs/pictures/topology_ga_4096.png": "cost over generations of the genetic optimiser, from the log",
     "docs/settings.md": "every setting, with what it costs and when to touch it",
     "lightning_tieroffload/py.typed": "tells type checkers that the package has types",
     "pyproject.toml": "the package, its dependencies, the tools' settings",
