@@ -15,6 +15,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from lightning_tieroffload.engine.activations import ActivationStore
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.order import Phase
+from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import Part, UnitState
 from lightning_tieroffload.engine.wire import wire_dtype
@@ -51,6 +53,14 @@ class _Frame:
         self.module = module
         self.opened: list[tuple[UnitState, list[Part]]] = []
         self.has_pushed = False
+
+
+def _frame_of_caller() -> FrameType:
+    """The nearest frame outside this file: of the ``state_dict`` that called a hook of ours."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _inert(*_: Any) -> None:
@@ -129,7 +139,6 @@ class ModuleHooks:
         frames = self._frames()
         frame = _Frame(module)
         frames.append(frame)  # first: if what follows raises, the always-called hook finds its own frame
-        self._local.num_state_dicts = 0
         has_grad = torch.is_grad_enabled()
         if self._gradients.in_backward():
             phase = Phase.BACKWARD
@@ -169,7 +178,6 @@ class ModuleHooks:
         frames = self._frames()
         while frames:
             self._close(frames.pop())
-        self._local.num_state_dicts = 0
 
     def add(self, module: nn.Module, units: tuple[UnitState, ...]) -> None:
         """Open a window over ``units`` around the module's forward."""
@@ -197,25 +205,41 @@ class ModuleHooks:
         self._wrapped.append((module, compiled))
 
     # --------------------------------------------------------------------------------------------------- state_dict
-    def bracket_state_dict(self, module: nn.Module, clear_snapshots: Callable[[], None]) -> None:
+    def bracket_state_dict(self, module: nn.Module) -> None:
         """Know whether ``state_dict`` is running: parameters then give snapshots, tied ones the same."""
-
-        def before(*_: Any) -> None:
-            self._local.num_state_dicts = getattr(self._local, "num_state_dicts", 0) + 1
-
-        def after(*_: Any) -> None:
-            self._local.num_state_dicts = max(0, getattr(self._local, "num_state_dicts", 1) - 1)
-            if self._local.num_state_dicts == 0:
-                clear_snapshots()
-
-        pre = _Hook(lambda *_: before(), ())
-        post = _Hook(lambda *_: after(), ())
+        pre = _Hook(lambda *_: self._begin_state_dict(), ())
+        post = _Hook(lambda *_: self._end_state_dict(), ())
         self._handles.append(module.register_state_dict_pre_hook(pre))
         self._handles.append(module.register_state_dict_post_hook(post))
         pre.table, post.table = module._state_dict_pre_hooks, module._state_dict_hooks
 
+    def _begin_state_dict(self) -> None:
+        if not self.in_state_dict():
+            self._local.snapshots = {}
+            self._local.state_dict_frame = _frame_of_caller()
+
+    def _end_state_dict(self) -> None:
+        if getattr(self._local, "state_dict_frame", None) is _frame_of_caller():
+            self._local.snapshots, self._local.state_dict_frame = {}, None
+
     def in_state_dict(self) -> bool:
-        return getattr(self._local, "num_state_dicts", 0) > 0
+        """Whether this thread is inside ``state_dict`` of one of the engine's modules.
+
+        Asked of the call stack: one that ended by an exception has run no hook of ours at its end.
+        """
+        outermost = getattr(self._local, "state_dict_frame", None)
+        if outermost is None:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not outermost:
+            frame = frame.f_back
+        if frame is None:
+            self._local.snapshots, self._local.state_dict_frame = {}, None
+        return frame is not None
+
+    def snapshots(self) -> dict[ParamSlot, torch.Tensor]:
+        """What this thread's running ``state_dict`` has given out so far."""
+        return self._local.snapshots  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Take every hook out again."""

@@ -204,7 +204,6 @@ class OffloadEngine:
         self.units: list[UnitState] = []
         self._specs: list[UnitSpec] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._snapshots: dict[ParamSlot, torch.Tensor] = {}
         self._moved_buffers: list[tuple[weakref.ref[nn.Module], str, torch.device]] = []
         self._grad_handles: dict[ParamSlot, Any] = {}
         self._unmanaged: list[tuple[str, str, int]] = []
@@ -277,7 +276,7 @@ class OffloadEngine:
                     module._buffers[name] = buffer = buffer.to(self.device)
                 if buffer is not None and buffer.layout == torch.strided:
                     self.core.kept_storages.add(buffer.untyped_storage()._cdata)
-            self._hooks.bracket_state_dict(module, self._snapshots.clear)
+            self._hooks.bracket_state_dict(module)
         self._hook_modules(model, wrapper_of)
 
     def _take_unit(self, spec: UnitSpec, wrapper_of: dict[int, nn.Module]) -> None:
@@ -488,14 +487,13 @@ class OffloadEngine:
     def snapshot(self, slot: ParamSlot) -> torch.Tensor:
         """The current values as an ordinary host tensor with a storage of its own. Tied parameters share it."""
         self.space.check_process()
-        in_state_dict = self._hooks.in_state_dict()
-        if in_state_dict and slot in self._snapshots:
-            return self._snapshots[slot]
+        snapshots = self._hooks.snapshots() if self._hooks.in_state_dict() else {}
+        if slot in snapshots:
+            return snapshots[slot]
         with self.space.lock, torch.inference_mode(False), torch.no_grad():
             self.space.settle_home(slot.unit)
             result = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(slot.unit.read_home(slot))
-        if in_state_dict:
-            self._snapshots[slot] = result
+        snapshots[slot] = result
         return result
 
     def in_state_dict(self) -> bool:
@@ -583,7 +581,6 @@ class OffloadEngine:
             if module is not None and module._buffers.get(name) is not None:
                 module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
         self._moved_buffers.clear()
-        self._snapshots.clear()
         if self in [ref() for ref in self.core.engines]:
             self.core.engines = [ref for ref in self.core.engines if ref() not in (None, self)]
             self.core.num_open -= 1
