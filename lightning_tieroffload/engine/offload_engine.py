@@ -40,6 +40,7 @@ from lightning_tieroffload.engine.params import (
     set_raw_data,
     set_raw_grad,
 )
+from lightning_tieroffload.engine.reach import inner_optimizers
 from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import GradPlace, UnitState
 from lightning_tieroffload.engine.units import UnitSpec, find_units
@@ -404,8 +405,13 @@ class OffloadEngine:
         if optimizers.is_adopted(optimizer):
             self._remember(optimizer)
             return optimizer
-        self._check_dram(self._state_estimate_nbytes(optimizer), f"the state of {type(optimizer).__name__}")
+        inner = inner_optimizers(optimizer)
+        # One that steps through others keeps their groups, and in its own state what nobody can tell beforehand.
+        more_nbytes = sum(self._state_estimate_nbytes(each) for each in inner or [optimizer])
+        self._check_dram(more_nbytes, f"the state of {type(optimizer).__name__}")
         optimizers.adopt(optimizer)
+        for each in inner:
+            self._remember(each)
         self._remember(optimizer)
         return optimizer
 
@@ -432,6 +438,7 @@ class OffloadEngine:
 
     # ------------------------------------------------------------------------------------------------- SlotOwner
     def touch(self, slots: Sequence[ParamSlot], call: Callable[[], Any], *, grad_mode: bool) -> Any:
+        self.updates.refuse_from_inside(slots)
         parts = list({slot.part: None for slot in slots})
         if grad_mode:
             for slot in slots:
@@ -453,13 +460,16 @@ class OffloadEngine:
         return self.core.wire.call(slots, func, args, kwargs)
 
     def read_grad(self, slot: ParamSlot) -> torch.Tensor | None:
+        self.updates.refuse_from_inside((slot,))
         return self.gradients.read(slot)
 
     def write_grad(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
+        self.updates.refuse_from_inside((slot,))
         self.gradients.write(slot, grad)
 
     def overwrite(self, slot: ParamSlot, source: torch.Tensor) -> None:
         """``p.copy_(source)`` outside compute: the home is written, nothing is fetched."""
+        self.updates.refuse_from_inside((slot,))
         self.space.check_process()
         with self.space.lock, torch.inference_mode(False), torch.no_grad():
             self.space.settle_home(slot.unit)

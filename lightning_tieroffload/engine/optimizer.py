@@ -117,8 +117,15 @@ class TierState(defaultdict):  # type: ignore[type-arg]
     def __init__(self, optimizer: Optimizer, entries: Any) -> None:
         super().__init__(dict)
         self._optimizer = weakref.ref(optimizer)
+        self._plain: Any = None
         for key, value in entries:
             dict.__setitem__(self, key, value)
+
+    def plain(self) -> Any:
+        """An ordinary mapping with the same entries; the same one each time, for optimizers that share their state."""
+        if self._plain is None:
+            self._plain = defaultdict(dict, dict(self.items()))
+        return self._plain
 
     def wait(self) -> None:
         """Wait for every update in flight."""
@@ -351,7 +358,7 @@ def adopt(optimizer: Optimizer) -> Optimizer:
 def release(optimizer: Optimizer) -> None:
     """Give the optimizer its own class back. Its state keeps the current values."""
     if isinstance(optimizer, TierOptimizer):
-        state = defaultdict(dict, dict(optimizer.state.items()))
+        state = optimizer.state.plain()  # type: ignore[attr-defined]
         optimizer.__class__ = optimizer._tieroffload_user_class
         optimizer.state = state
 

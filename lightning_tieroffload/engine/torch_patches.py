@@ -1,9 +1,10 @@
 """Floor 9. Functions of torch that would hold every gradient twice, wrapped while an engine is attached.
 
-``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_`` of ``torch.nn.utils``, ``nn.Module.zero_grad``
-and ``GradScaler._unscale_grads_``. Without managed parameters among the arguments the original runs, untouched; with
-them the numbers are the original's, bit for bit. Unwrapped they would still be right: ``p.grad`` is the true gradient
-wherever it is read, only then it stays on the device. ``torch.clear_autocast_cache`` says when autocast's casts end.
+``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_`` of ``torch.nn.utils``, ``zero_grad`` of modules
+and optimizers, and ``GradScaler._unscale_grads_``. Without managed parameters among the arguments the original runs,
+untouched; with them the numbers are the original's, bit for bit. Unwrapped they would still be right: ``p.grad`` is the
+true gradient wherever it is read, only then it stays on the device. ``torch.clear_autocast_cache`` says when autocast's
+casts end.
 """
 
 from __future__ import annotations
@@ -153,28 +154,44 @@ def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
     return clip_grad_value_
 
 
+def _zero(params: Iterable[torch.Tensor], set_to_none: bool) -> bool:
+    """Clear the gradients where a parameter is managed; False, and nothing done, where none is."""
+    managed: dict[Gradients, list[ParamSlot]] = {}
+    ordinary: list[torch.Tensor] = []
+    for p in params:
+        slot = managed_slot(p)
+        if slot is None:
+            ordinary.append(p)
+        else:
+            managed.setdefault(_gradients(slot), []).append(slot)
+    if not managed:
+        return False
+    for gradients, slots in managed.items():
+        gradients.zero(slots, set_to_none=set_to_none)
+    for p in ordinary:
+        if p.grad is not None:
+            if set_to_none:
+                p.grad = None
+            else:
+                p.grad.detach_() if p.grad.grad_fn is not None else p.grad.requires_grad_(False)
+                p.grad.zero_()
+    return True
+
+
 def _wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        managed: list[ParamSlot] = []
-        ordinary: list[nn.Parameter] = []
-        for p in self.parameters():
-            slot = managed_slot(p)
-            if slot is None:
-                ordinary.append(p)
-            else:
-                managed.append(slot)
-        if not managed or getattr(self, "_is_replica", False):
+        if getattr(self, "_is_replica", False) or not _zero(self.parameters(), set_to_none):
             original(self, set_to_none)
-            return
-        _gradients(managed[0]).zero(managed, set_to_none=set_to_none)
-        for p in ordinary:
-            if p.grad is not None:
-                if set_to_none:
-                    p.grad = None
-                else:
-                    p.grad.detach_() if p.grad.grad_fn is not None else p.grad.requires_grad_(False)
-                    p.grad.zero_()
+
+    return zero_grad
+
+
+def _wrap_optimizer_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if not _zero([p for group in self.param_groups for p in group["params"]], set_to_none):
+            original(self, set_to_none)
 
     return zero_grad
 
@@ -247,6 +264,7 @@ def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callab
         yield owner, "clip_grads_with_norm_", _wrap_clip_with_norm
         yield owner, "clip_grad_value_", _wrap_clip_value
     yield nn.Module, "zero_grad", _wrap_zero_grad
+    yield torch.optim.Optimizer, "zero_grad", _wrap_optimizer_zero_grad
     yield torch.amp.GradScaler, "_unscale_grads_", _wrap_unscale
     yield torch, "clear_autocast_cache", _wrap_clear_cache
 
