@@ -190,6 +190,7 @@ print(json.dumps({"peaks": peaks[:5], "num_params": num_params, "tiers": engine.
 """
 
 
+@pytest.mark.slow
 def test_mem_10_mem_12_first_step_and_copies(tmp_path: Path) -> None:
     """MEM-10, MEM-12: step 1 peaks as step 5 does, within 10 %; 4 copies (weight, grad, moments) and staging."""
     done = python(_PEAKS, cwd=tmp_path)
