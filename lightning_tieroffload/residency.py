@@ -1,7 +1,7 @@
 """Floor 2. The one table of where valid copies are, and the one ledger of how many bytes each tier holds.
 
 Owns versions and byte counts, not memory: whoever moves bytes tells the table what it did. Every writer holds
-``ResidencyTable.lock``. See [Note: residency] in docs/design.md.
+``ResidencyTable.lock``. See [Note: residency].
 
 [Note: residency] A shard has, per tier, the version of the copy there. The newest version is the truth. A copy with an
 older version is stale and may be dropped at any time; a tier whose copy is the only one of the newest version may not

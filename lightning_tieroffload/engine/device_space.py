@@ -183,7 +183,8 @@ class DeviceSpace:
         self.wait_update(unit)
         wire = unit.wire if part.castable else None
         if wire is not None:
-            wire.upload.wait()  # it may still be reading the split homes
+            wire.upload.wait()  # it may still be reading the split homes, and so may one that compute waits for only
+            wire.home_read.wait()
         self.table.begin(part.shard, D2H)
         pairs, landing = part.download_pairs()
         try:
@@ -212,8 +213,8 @@ class DeviceSpace:
                 update.wait()
             unit.update = None
 
-    def settle_home(self, unit: UnitState) -> None:
-        """Make the home copy the newest and readable by the host now."""
+    def settle_home(self, unit: UnitState, *, to_write: bool = False) -> None:
+        """Make the home copy the newest and readable by the host now; with ``to_write`` writable as well."""
         with self.lock:
             self.wait_update(unit)
             for part in unit.full_parts:
@@ -221,11 +222,14 @@ class DeviceSpace:
                 self._notice_writes(part)
                 self._write_back(part)
                 part.download.wait()
+            for part in unit.parts if to_write else ():
+                self._land(part)
+                part.home_read.wait()
 
     def order_home_write(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
         """The home is written by the host (a load, an update): the device copies become stale.
 
-        The caller has settled the home before. Device copies are dropped unless something still refers to them, in
+        The caller has settled the home before, ``to_write``. Device copies are dropped unless something still refers to them, in
         which case ``refresh`` must follow once the home is written.
         """
         with self.lock:
@@ -245,7 +249,8 @@ class DeviceSpace:
         with self.lock:
             copies: list[CopyTicket] = []
             for part in unit.parts:
-                self._land(part, into=copies)
+                self._land(part)
+                copies.append(part.home_read)
                 if part.form is Form.FULL:
                     self._notice_writes(part)
                     self._write_back(part)
@@ -284,13 +289,11 @@ class DeviceSpace:
             ticket.wait()
         return ticket
 
-    def _land(self, part: Part, into: list[CopyTicket] | None = None) -> None:
+    def _land(self, part: Part) -> None:
         """Order compute behind an upload in flight and count it as landed."""
         if part.upload is not LANDED:
             part.upload.before_compute()
-            if into is not None:
-                into.append(part.upload)
-            part.upload = LANDED
+            part.home_read, part.upload = part.upload, LANDED
             self.table.landed(part.shard, H2D)
 
     def _upload(self, part: Part) -> None:
@@ -333,7 +336,8 @@ class DeviceSpace:
 
     def _release_storage(self, part: Part) -> None:
         part.upload.before_compute()
-        part.upload = LANDED
+        if part.upload is not LANDED:
+            part.home_read, part.upload = part.upload, LANDED
         part.download.before_compute()
         if not part.storage.resizable():
             # tensor.numpy() fixes a storage's size for good; the array is gone, so the part may have another one.

@@ -472,7 +472,7 @@ class OffloadEngine:
         self.updates.refuse_from_inside((slot,))
         self.space.check_process()
         with self.space.lock, torch.inference_mode(False), torch.no_grad():
-            self.space.settle_home(slot.unit)
+            self.space.settle_home(slot.unit, to_write=True)
             slot.unit.write_home(slot, source)
             self.space.order_home_write(slot.unit, [slot])
             self.space.refresh(slot.unit)

@@ -679,7 +679,7 @@ class Updates:
         def to_hosts() -> None:
             with self._space.lock, torch.no_grad():
                 for unit in {slot.unit: None for slot in slots}:
-                    self._space.settle_home(unit)
+                    self._space.settle_home(unit, to_write=True)
                 for slot in slots:
                     grad = given[slot] = hosts[slot.param].grad = self._host_grad(slot)
                     if grad is not None and self._gradients.is_down(slot):

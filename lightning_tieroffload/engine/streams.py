@@ -2,12 +2,14 @@
 
 Three movers with one interface: CUDA (copy streams and events), host (the device tier is host memory: copies happen
 at once), delayed (copies happen only when somebody waits for them, in a seeded random order: a missing wait becomes a
-wrong number at once, with no sleeping). See [Note: happens-before] in docs/design.md.
+wrong number at once, with no sleeping). See [Note: happens-before].
 
 [Note: happens-before] A copy reads its source after everything that compute has enqueued so far (the copy stream waits
 for an event of the compute stream) and its target may be read only behind the ticket: ``before_compute()`` orders later
-compute behind the copy without blocking the host, ``wait()`` blocks the host. Memory that a copy still reads or writes
-is released only behind ``before_compute()``: the allocator then hands it out in compute-stream order, after the copy.
+compute behind the copy without blocking the host, ``wait()`` blocks the host. The host runs ahead of compute, so what a
+copy reads in DRAM may be overwritten there only behind ``wait()``, however long ago compute was ordered. Memory that a
+copy still reads or writes is released only behind ``before_compute()``: the allocator then hands it out in
+compute-stream order, after the copy.
 """
 
 from __future__ import annotations
@@ -135,36 +137,38 @@ class DelayedStreams:
 
 
 class _CudaTicket:
-    def __init__(self, event: torch.cuda.Event, held: Pairs, on_stall: Callable[[str, float], None], kind: str) -> None:
-        self._event: torch.cuda.Event | None = event
+    def __init__(
+        self,
+        event: torch.cuda.Event,
+        device: torch.device,
+        held: Pairs,
+        on_stall: Callable[[str, float], None],
+        kind: str,
+    ) -> None:
+        self._event = event
+        self._device = device
         # The pairs stay referenced until the event: the caching allocator must not hand their memory out before.
         self._held: Pairs | None = held
         self._on_stall = on_stall
         self._kind = kind
 
     def done(self) -> bool:
-        event = self._event
-        if event is None:
-            return True
-        if not event.query():
+        if not self._event.query():
             return False
         self._held = None
         return True
 
     def wait(self, timeout_s: float | None = None) -> None:
-        event = self._event
-        if event is None:
-            return
-        if not event.query():
+        if not self._event.query():
             start_s = time.perf_counter()
-            event.synchronize()
+            self._event.synchronize()
             self._on_stall(self._kind, time.perf_counter() - start_s)
         self._held = None
 
     def before_compute(self) -> None:
-        event = self._event
-        if event is not None and not event.query():
-            torch.cuda.current_stream().wait_event(event)
+        # The stream of the copy's device: the current device may be another one while compute is on this one.
+        if not self._event.query():
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class CudaStreams:
@@ -187,7 +191,7 @@ class CudaStreams:
                     target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        ticket = _CudaTicket(event, list(pairs), self._on_stall, kind)
+        ticket = _CudaTicket(event, self._device, list(pairs), self._on_stall, kind)
         with self._lock:
             self._in_flight = [t for t in self._in_flight if not t.done()]
             self._in_flight.append(ticket)

@@ -154,6 +154,9 @@ class Part:
         self.versions = [0] * len(slots)  # p._version when last known to be what the newest copy says
         self.upload: CopyTicket = LANDED
         self.download: CopyTicket = LANDED
+        # The last upload, landed or not: ``before_compute`` orders compute behind it, and the host runs ahead of both. So
+        # who writes the home on the host waits for it. See [Note: happens-before] in streams.py.
+        self.home_read: CopyTicket = LANDED
 
     def _new_storage(self) -> None:
         with torch.inference_mode(False):
