@@ -334,12 +334,20 @@ class DeviceSpace:
             raise
         self.num_fetches += 1
 
-    def _release_storage(self, part: Part) -> None:
+    def leave_to_aliases(self, part: Part) -> None:
+        """Tensors over the part's storage that the user holds keep it as it is; the part gets another storage."""
+        with self.lock:
+            if part.is_resident and part.num_leases == 0 and part.num_aliases() > 0:
+                self.settle_home(part.unit)
+                self.table.drop(part.shard, Tier.DEVICE)
+                self._release_storage(part, leave=True)
+
+    def _release_storage(self, part: Part, *, leave: bool = False) -> None:
         part.upload.before_compute()
         if part.upload is not LANDED:
             part.home_read, part.upload = part.upload, LANDED
         part.download.before_compute()
-        if not part.storage.resizable():
+        if leave or not part.storage.resizable():
             # tensor.numpy() fixes a storage's size for good; the array is gone, so the part may have another one.
             del self.by_storage[part.key]
             part.renew_storage()

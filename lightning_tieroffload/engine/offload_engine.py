@@ -176,6 +176,17 @@ def engine_of(obj: Any) -> OffloadEngine | None:
     return None
 
 
+def _is_own_data(slot: ParamSlot, data: torch.Tensor) -> bool:
+    """Whether ``data`` is the parameter's memory as it is: ``p.data = p.data``."""
+    own = raw_data(slot.param)
+    return (
+        type(data) in (torch.Tensor, nn.Parameter)
+        and data.layout == torch.strided
+        and data.untyped_storage()._cdata == own.untyped_storage()._cdata
+        and (data.shape, data.stride(), data.storage_offset()) == (own.shape, own.stride(), own.storage_offset())
+    )
+
+
 def _on_born(p: torch.Tensor) -> None:
     # A function without a closure: the collector cannot see through a hook in C++, so one that held the engine (which
     # holds the parameter) would keep a dropped model's homes and threads for good.
@@ -478,8 +489,12 @@ class OffloadEngine:
             self.space.refresh(slot.unit)
 
     def replace_data(self, slot: ParamSlot, data: torch.Tensor) -> None:
-        """``p.data = data``: the values are taken over; where they live stays the plan's business."""
-        if data is slot.param:
+        """``p.data = data``: the values are taken over; where they live stays the plan's business.
+
+        What was read as ``p.data`` before is the old memory with the old values, as in torch: averages of weights are
+        swapped in and out that way.
+        """
+        if data is slot.param or _is_own_data(slot, data):
             return
         if data.shape != slot.shape or data.dtype != slot.dtype:
             raise UnsupportedError(
@@ -492,7 +507,10 @@ class OffloadEngine:
                 raw_data(slot.param).copy_(data)
                 torch.autograd.graph.increment_version(slot.param)
             return
-        self.overwrite(slot, data.detach())
+        self.updates.refuse_from_inside((slot,))
+        with self.space.lock:
+            self.space.leave_to_aliases(slot.part)
+            self.overwrite(slot, data.detach())
 
     def snapshot(self, slot: ParamSlot) -> torch.Tensor:
         """The current values as an ordinary host tensor with a storage of its own. Tied parameters share it."""

@@ -23,6 +23,8 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
+from lightning_tieroffload.errors import UnsupportedError
+
 __all__ = [
     "AutocastParameter",
     "ComputeParameter",
@@ -217,6 +219,8 @@ class AutocastParameter(_Managed):
         if func is _GRAD_SET and isinstance(first, _Managed):
             first.grad = args[1]
             return None
+        if func is torch.autograd.grad and (edges := _as_edges(args[1])) is not None:
+            return _grad_at(args[0], args[1], edges, kwargs)  # not under the lock, which autograd's threads want
         found: list[ParamSlot] = []
         if func not in _METADATA:
             _paged_in(args, found)
@@ -269,11 +273,11 @@ def _paged_in(value: Any, found: list[ParamSlot]) -> None:
 
 def _as_edges(inputs: Sequence[Any]) -> list[Any] | None:
     """``inputs`` of ``autograd.grad`` with managed leaves as gradient edges; None where there is none."""
-    if not any(isinstance(item, PagedParameter) and item.requires_grad for item in inputs):
+    if not any(isinstance(item, _Managed) and item.requires_grad for item in inputs):
         return None
     edges = []
     for item in inputs:
-        if isinstance(item, PagedParameter) and item.requires_grad:
+        if isinstance(item, _Managed) and item.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 edges.append(torch.autograd.graph.get_gradient_edge(item))
         else:
@@ -330,6 +334,11 @@ class PagedParameter(_Managed):
             if func is _DATA_SET:
                 slot.owner.replace_data(slot, args[1])
                 return None
+            if func is torch.Tensor.share_memory_:
+                raise UnsupportedError(
+                    f"{slot.name} is offloaded: its memory comes and goes and cannot be shared with other processes. "
+                    "Share what model.state_dict() gives, or call engine_of(model).close() first."
+                )
             if func is torch.Tensor.detach and slot.owner.in_state_dict():
                 return slot.owner.snapshot(slot)
             if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], torch.Tensor) and not (

@@ -22,6 +22,9 @@ from lightning_tieroffload.engine.unit_state import Part
 __all__ = ["SavedHooks", "pop_hooks", "push_hooks"]
 
 
+OnUnpack = Callable[[Part, Callable[[], torch.Tensor]], torch.Tensor]
+
+
 class _SavedView:
     __slots__ = ("dtype", "offset", "part", "shape", "slot", "stride", "version")
 
@@ -70,16 +73,17 @@ def _check_version(name: str, tensor: torch.Tensor, saved: int, current: int) ->
 
 
 class SavedHooks:
-    """One pair of hooks over what was active outside. ``on_unpack`` is called before a unit's view is made."""
+    """One pair of hooks over what was active outside. ``on_unpack(part, make)`` pages in and calls ``make``."""
 
     def __init__(
         self,
         space: DeviceSpace,
-        on_unpack: Callable[[Part], None],
+        on_unpack: OnUnpack,
         outer: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None,
         activations: ActivationStore | None = None,
     ) -> None:
         self._by_storage = space.by_storage
+        self._lock = space.lock
         self._on_unpack = on_unpack
         self._outer = outer
         self._activations = activations
@@ -102,9 +106,10 @@ class SavedHooks:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is _SavedView:
-            self._on_unpack(packed.part)
-            _check_version(packed.slot.name, packed.slot.param, packed.version, _version(packed.slot.param))
-            return packed.make()
+            with self._lock:  # until there is a view, another thread that reads parameters may evict the part again
+                self._on_unpack(packed.part)
+                _check_version(packed.slot.name, packed.slot.param, packed.version, _version(packed.slot.param))
+                return packed.make()
         if type(packed) is Offloaded and self._activations is not None:
             return self._activations.unpack(packed)
         if type(packed) is _Outer:
@@ -113,9 +118,7 @@ class SavedHooks:
         return packed.tensor  # type: ignore[no-any-return]
 
 
-def push_hooks(
-    space: DeviceSpace, on_unpack: Callable[[Part], None], activations: ActivationStore | None = None
-) -> bool:
+def push_hooks(space: DeviceSpace, on_unpack: OnUnpack, activations: ActivationStore | None = None) -> bool:
     """Make ours the innermost hooks of this thread. False where they are already, or where hooks are forbidden."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return False
