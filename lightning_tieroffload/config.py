@@ -10,7 +10,8 @@ ends in the kernel's out-of-memory killer, which says nothing. So
     host   min(what cgroups, Slurm and the host have free) / processes on this host, minus max(10 %, 512 MiB),
            but the margin is never more than half;
     CUDA   min(free + what torch's allocator holds unused, the per-process fraction's rest), minus max(5 %, 512 MiB),
-           but the margin is never more than half;
+           but the margin is never more than half; two fifths of that, since activations, autocast's copies and the
+           loss are the script's own memory, and nobody has measured them at the start;
     flash  free bytes of each file system once / processes on this host, minus 10 %.
 Without a GPU the DEVICE tier is a quarter of the host part and DRAM the other three quarters: one number of bytes
 must never be promised to both. Memory that already belongs to what the engine will adopt (the model's parameters)
@@ -55,6 +56,7 @@ Auto = Literal["auto"]
 
 _HOST_MARGIN_FRAC = 0.10
 _CUDA_MARGIN_FRAC = 0.05
+_CUDA_DEVICE_FRAC = 0.4
 _NVME_MARGIN_FRAC = 0.10
 _LEAST_MARGIN_NBYTES = 512 * MiB
 _CPU_DEVICE_FRAC = 0.25
@@ -561,8 +563,10 @@ def resolve_budgets(
         import torch
 
         cuda_free_nbytes, cuda_source = _cuda_free(torch.device(device))
-        device_nbytes = _less_margin(cuda_free_nbytes + adopted_device_nbytes, _CUDA_MARGIN_FRAC)
-        sources["device"] = f"auto: {cuda_source}, less a margin"
+        device_nbytes = int(
+            _less_margin(cuda_free_nbytes + adopted_device_nbytes, _CUDA_MARGIN_FRAC) * _CUDA_DEVICE_FRAC
+        )
+        sources["device"] = f"auto: two fifths of {cuda_source}, less a margin; the rest is for activations"
     else:
         left_nbytes = host_part_nbytes if dram_chosen is None else max(0, host_part_nbytes - dram_chosen)
         device_nbytes = int(host_part_nbytes * _CPU_DEVICE_FRAC)

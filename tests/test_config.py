@@ -478,6 +478,7 @@ class TestAutoBudgets:
         for fraction, free_nbytes in ((1.0, 102 * GiB), (0.2, 24 * GiB)):
             monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, f=fraction: f)
             budgets = resolve_budgets(TierOffloadConfig(), "cuda:0", environ={}, root=tmp_path)
-            assert budgets.device_nbytes == pytest.approx(0.95 * free_nbytes, rel=1e-6)
+            # Two fifths: the rest is for activations, which nobody has measured at the start.
+            assert budgets.device_nbytes == pytest.approx(0.4 * 0.95 * free_nbytes, rel=1e-6)
             # With a GPU of its own the DEVICE tier takes nothing from host memory.
             assert budgets.dram_nbytes == 64 * GiB - int(6.4 * GiB)

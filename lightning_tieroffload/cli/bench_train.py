@@ -129,7 +129,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if job.get("deterministic"):
         torch.use_deterministic_algorithms(True)
-        # Of the fast attention backends only flash has a deterministic backward, and only where nothing else is let pass.
+        # Of the fast attention backends only flash has a deterministic backward, and only where nothing is let pass.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
     if device.type == "cuda" and job["cap"]:

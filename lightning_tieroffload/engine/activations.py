@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket, Pairs, Streams, make_streams
 from lightning_tieroffload.errors import CapacityError
 from lightning_tieroffload.memory.arena import Block, PinnedArena
-from lightning_tieroffload.residency import Ledger
 from lightning_tieroffload.sizes import MiB, format_nbytes, round_up
 
 __all__ = ["ActivationStore", "Offloaded", "offload_activations", "version_error"]
@@ -92,7 +90,7 @@ class ActivationStore:
 
     Args:
         streams: who copies. Copies back are ordered two handles ahead, in reverse order of saving.
-        ledger: charged with DRAM bytes; None where there is no budget.
+        headroom_nbytes: asked before host memory grows: bytes left of dram_budget; None where there is no budget.
         is_excluded: whether a storage (by ``untyped_storage()._cdata``) must stay: buffers, parameters.
     """
 
@@ -101,7 +99,7 @@ class ActivationStore:
         streams: Streams,
         *,
         pin: bool,
-        ledger: Ledger | None = None,
+        headroom_nbytes: Callable[[], int] | None = None,
         is_excluded: Callable[[int], bool] = lambda _: False,
         on_moved: Callable[[str, int], None] = lambda *_: None,
         num_ahead: int = 2,
@@ -110,7 +108,7 @@ class ActivationStore:
         self._streams = streams
         self._pin = pin
         self._poison = poison
-        self._ledger = ledger
+        self._headroom_nbytes = headroom_nbytes
         self._is_excluded = is_excluded
         self._on_moved = on_moved
         self._num_ahead = num_ahead
@@ -156,8 +154,6 @@ class ActivationStore:
         self._on_moved("d2h", nbytes)
         self._in_order[saved.place] = saved
         self.leased_nbytes += nbytes
-        if self._ledger is not None:
-            self._ledger.charge(Tier.DRAM, nbytes)
         weakref.finalize(saved, self._give_back, block, nbytes, saved.download).atexit = False
         return saved
 
@@ -166,22 +162,20 @@ class ActivationStore:
         download.wait()
         block.free()
         self.leased_nbytes -= nbytes
-        if self._ledger is not None:
-            self._ledger.release(Tier.DRAM, nbytes)
 
     def _take(self, nbytes: int) -> Block:
         wanted = round_up(nbytes, 64)
         for arena in self._arenas:
             if arena.largest_free_nbytes >= wanted:
                 return arena.take(nbytes)
-        if self._ledger is not None and self._ledger[Tier.DRAM].headroom_nbytes < wanted:
+        left_nbytes = self._headroom_nbytes() if self._headroom_nbytes is not None else wanted
+        if left_nbytes < wanted:
             raise CapacityError(
-                f"an activation of {format_nbytes(nbytes)} does not fit into dram_budget: "
-                f"{format_nbytes(self._ledger[Tier.DRAM].headroom_nbytes)} is free. Raise dram_budget, lower the batch "
-                'size, or set activations="keep".'
+                f"an activation of {format_nbytes(nbytes)} does not fit into dram_budget: {format_nbytes(left_nbytes)} "
+                'is free. Raise dram_budget, lower the batch size, or set activations="keep".'
             )
-        arena = PinnedArena(max(wanted, _SEGMENT_NBYTES if self._pin else wanted), pin=self._pin, label="activations",
-                            poison=self._poison)  # fmt: skip
+        nbytes_to_map = max(wanted, min(_SEGMENT_NBYTES, left_nbytes)) if self._pin else wanted
+        arena = PinnedArena(nbytes_to_map, pin=self._pin, label="activations", poison=self._poison)
         self._arenas.append(arena)
         return arena.take(nbytes)
 
@@ -215,6 +209,10 @@ class ActivationStore:
             pairs: Pairs = [(saved.requested, saved.host)]
             saved.upload = self._streams.upload(pairs, "activation")
             self._on_moved("h2d", saved.nbytes)
+
+    def mapped_nbytes(self) -> int:
+        """Host memory that the store has mapped; it is kept for the next step until ``close``."""
+        return sum(arena.nbytes for arena in self._arenas)
 
     def close(self) -> None:
         for arena in self._arenas:

@@ -85,9 +85,10 @@ class _Core:
         torch_patches.when_autocast_ends(self.wire.drop_casts)
         self.gradients = Gradients(self.space, self.wire)
         self.place = _placer(device)
+        self.state_estimate_nbytes = 0  # of every adopted optimizer whose class is known
         self.kept_storages: set[int] = set()  # of buffers and unmanaged parameters
         self.activations = (
-            self.space.make_activation_store(self.kept_storages.__contains__)
+            self.space.make_activation_store(self.kept_storages.__contains__, self._dram_headroom_nbytes)
             if config.activations == "offload"
             else None
         )
@@ -116,6 +117,15 @@ class _Core:
         if self.space.no_overlap:
             ticket.wait()
         return ticket
+
+    def _dram_headroom_nbytes(self) -> int:
+        """What activations may still map: the budget less what homes, gradients and optimizer state hold or will."""
+        engine = next((e for ref in self.engines if (e := ref()) is not None), None)
+        state_nbytes = max(self.state_estimate_nbytes, engine._state_nbytes() if engine is not None else 0)
+        held_nbytes = sum(unit.running_dram_nbytes() for unit in self.space.units) + state_nbytes
+        if self.activations is not None:
+            held_nbytes += self.activations.mapped_nbytes()
+        return self.space.ledger[Tier.DRAM].budget_nbytes - held_nbytes
 
     def has_failed(self) -> bool:
         """Whether background work failed: engines that are attached from now on share another core."""
@@ -420,6 +430,7 @@ class OffloadEngine:
         # One that steps through others keeps their groups, and in its own state what nobody can tell beforehand.
         more_nbytes = sum(self._state_estimate_nbytes(each) for each in inner or [optimizer])
         self._check_dram(more_nbytes, f"the state of {type(optimizer).__name__}")
+        self.core.state_estimate_nbytes += more_nbytes
         optimizers.adopt(optimizer)
         for each in inner:
             self._remember(each)
@@ -646,7 +657,7 @@ class OffloadEngine:
         return (
             sum(unit.dram_nbytes() for unit in self.space.units)
             + self._state_nbytes()
-            + (activations.leased_nbytes if activations is not None else 0)
+            + (activations.mapped_nbytes() if activations is not None else 0)
         )
 
     def _state_nbytes(self) -> int:
@@ -776,6 +787,8 @@ _FINISHED = {
     "state_dtype": ("fp32",),
     "master_weights": ("as_given",),
     "plan_file": (None,),
+    "planner": ("ilp",),  # the default; there is one policy so far
+    "nvme_write_budget": (None,),
     "nvme_paths": ((),),
 }
 

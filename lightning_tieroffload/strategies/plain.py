@@ -1,4 +1,4 @@
-"""Floor 11. The face for any training loop: `model, optimizer = offload(model, optimizer, device_budget="22GiB")`."""
+"""Floor 11. The face for any training loop: `model, optimizer = offload(model, optimizer, device_budget="10GiB")`."""
 
 from __future__ import annotations
 
