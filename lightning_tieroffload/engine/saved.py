@@ -22,7 +22,7 @@ from lightning_tieroffload.engine.unit_state import Part
 __all__ = ["SavedHooks", "pop_hooks", "push_hooks"]
 
 
-OnUnpack = Callable[[Part, Callable[[], torch.Tensor]], torch.Tensor]
+OnUnpack = Callable[[Part], None]
 
 
 class _SavedView:
@@ -73,7 +73,7 @@ def _check_version(name: str, tensor: torch.Tensor, saved: int, current: int) ->
 
 
 class SavedHooks:
-    """One pair of hooks over what was active outside. ``on_unpack(part, make)`` pages in and calls ``make``."""
+    """One pair of hooks over what was active outside. ``on_unpack(part)`` pages a part in."""
 
     def __init__(
         self,
