@@ -78,7 +78,9 @@ class DeviceSpace:
     def lock(self) -> Any:
         return self.table.lock
 
-    def make_activation_store(self, is_excluded: Callable[[int], bool]) -> ActivationStore:
+    def make_activation_store(
+        self, is_excluded: Callable[[int], bool], headroom_nbytes: Callable[[], int]
+    ) -> ActivationStore:
         """A store for saved activations that copies with this space's streams."""
 
         def on_moved(kind: str, nbytes: int) -> None:
@@ -88,6 +90,7 @@ class DeviceSpace:
             self._streams,
             pin=self.device.type == "cuda",
             is_excluded=is_excluded,
+            headroom_nbytes=headroom_nbytes,
             on_moved=on_moved,
             poison=self.poison,
         )

@@ -154,8 +154,8 @@ class Part:
         self.versions = [0] * len(slots)  # p._version when last known to be what the newest copy says
         self.upload: CopyTicket = LANDED
         self.download: CopyTicket = LANDED
-        # The last upload, landed or not: ``before_compute`` orders compute behind it, and the host runs ahead of both. So
-        # who writes the home on the host waits for it. See [Note: happens-before] in streams.py.
+        # The last upload, landed or not: landing orders compute behind it, and the host runs ahead of both. So who
+        # writes the home on the host waits for it. See [Note: happens-before] in streams.py.
         self.home_read: CopyTicket = LANDED
 
     def _new_storage(self) -> None:
@@ -434,6 +434,7 @@ class UnitState:
                 split_f32(flat_numpy(slot.home), split.hi_u16, split.lo_u16, split.ties_u8)
                 slot.split = split
                 slot.home = None  # type: ignore[assignment]
+                slot.host_param = None  # a view of the old home, which it would keep mapped
             full.home_flat = None
             if full.home_arena is not None:
                 self._arenas.remove(full.home_arena)
