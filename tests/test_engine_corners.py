@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_compute_waits_on_the_stream_of_the_copys_device(monkeypatch: pytest.Mon
             return False
 
     class Stream:
-        waited: list[Any] = []
+        waited: ClassVar[list[Any]] = []
 
         def __init__(self, device: Any) -> None:
             self.device = device
@@ -147,3 +148,220 @@ def test_compute_waits_on_the_stream_of_the_copys_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(device))
     _CudaTicket(Event(), torch.device("cuda", 1), [], lambda *_: None, "h2d").before_compute()  # type: ignore[arg-type]
     assert Stream.waited == [torch.device("cuda", 1)]
+
+
+# ------------------------------------------------------------------------------------------------- windows
+def trained_in_bf16(num_steps: int = 3, **settings: Any) -> nn.Sequential:
+    """Layers whose weights travel in 16 bits under autocast."""
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    saved = optimizer.state_dict()
+    offload(model, optimizer, **{**SETTINGS, **settings})
+    optimizer.load_state_dict(saved)
+    for _ in range(num_steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(row()).float().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_data_assigned_inside_a_window_that_holds_16_bits() -> None:
+    """``p.data = x`` inside forward under autocast writes the fp32 weight, and this very forward uses it."""
+    model = trained_in_bf16()
+
+    def assign(module: nn.Module, _: Any) -> None:
+        module.weight.data = torch.zeros(64, 64)
+
+    model[1].register_forward_pre_hook(assign)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        result = model[1](row())
+    assert torch.equal(result[0], model[1].bias.detach().bfloat16())
+    assert torch.equal(model[1].weight.detach(), torch.zeros(64, 64))
+
+
+def test_windows_of_two_threads_one_under_autocast() -> None:
+    """The parameters wear the class of the window that opened first; what it leased stays after it closes."""
+    model = trained_in_bf16()
+    engine = engine_of(model)
+    assert engine is not None
+    inside, leave, done = threading.Event(), threading.Event(), threading.Event()
+
+    class Pause:
+        def __call__(self, module: nn.Module, _: Any) -> None:
+            if threading.current_thread().name == "first":
+                inside.set()
+                assert leave.wait(20)
+
+    results: dict[str, torch.Tensor] = {}
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            results["first"] = model[0](row())
+        done.set()
+
+    def second_pause(module: nn.Module, _: Any) -> None:
+        if threading.current_thread().name != "first":
+            leave.set()
+            assert done.wait(20)
+            engine.space.make_room(64 * KiB, keep=None, what="another unit", must=False)
+
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = model[0](row())
+    model[0].register_forward_pre_hook(Pause())
+    model[0].register_forward_pre_hook(second_pause)
+    first = threading.Thread(target=evaluate, name="first")
+    first.start()
+    assert inside.wait(20)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        result = model[0](row())
+    first.join()
+    assert torch.equal(result, expected)
+
+
+def test_a_unit_that_could_not_open_is_not_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a prefetch raises (a failed update of the next unit) comes before the window counts."""
+    model = layers()
+    offload(model, None, **SETTINGS)
+    engine = engine_of(model)
+    assert engine is not None
+    prefetch = engine.space.prefetch
+
+    def fail() -> None:
+        monkeypatch.setattr(engine.space, "prefetch", prefetch)
+        raise OSError("the update of the next unit failed")
+
+    monkeypatch.setattr(engine.space, "prefetch", fail)
+    with pytest.raises(OSError, match="next unit"):
+        model(row())
+    assert [unit.num_windows for unit in engine.units] == [0] * 4
+    assert not any(part.num_leases for unit in engine.units for part in unit.parts)
+
+
+def test_another_thread_evicts_between_unpack_and_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward's view of a parameter exists before the lock is let go."""
+    from lightning_tieroffload.engine import saved
+
+    model, plain = layers(), layers()
+    offload(model, None, **SETTINGS)
+    engine = engine_of(model)
+    assert engine is not None
+    check = saved._check_version
+    got_in: list[bool] = []
+
+    def evict_first(*args: Any) -> None:
+        def evict() -> None:
+            got_in.append(engine.space.lock.acquire(blocking=False))
+            if got_in[-1]:
+                engine.space.make_room(64 * KiB, keep=None, what="another unit", must=False)
+                engine.space.lock.release()
+
+        thread = threading.Thread(target=evict)
+        thread.start()
+        thread.join()
+        check(*args)
+
+    monkeypatch.setattr(saved, "_check_version", evict_first)
+    model(row()).sum().backward()
+    assert got_in
+    plain(row()).sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_autograd_grad_inside_a_forward_does_not_hold_the_lock() -> None:
+    """On CUDA backward runs in another thread, whose hooks take the lock: held here, both would wait for ever."""
+    free: list[bool] = []
+
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            y.register_hook(look)
+            (grad,) = torch.autograd.grad(y.float().sum(), self.inner.weight, retain_graph=True)
+            return y + grad.mean().to(y.dtype)
+
+    def look(_: torch.Tensor) -> None:
+        def take() -> None:
+            free.append(engine.space.lock.acquire(timeout=2))
+            if free[-1]:
+                engine.space.lock.release()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Penalised(), Penalised())
+    offload(model, None, **{**SETTINGS, "units": ["Penalised"]})
+    engine: Any = engine_of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(row())
+    assert free
+    assert all(free)
+
+
+# ------------------------------------------------------------------------------------------------- two engines
+def test_reset_of_one_engine_leaves_the_others_windows() -> None:
+    """They share the device's budget, not their windows: another thread may be inside the other's forward."""
+    policy, reference = layers(), layers()
+    offload(policy, None, **SETTINGS)
+    offload(reference, None, **SETTINGS)
+    engine, other = engine_of(policy), engine_of(reference)
+    assert engine is not None
+    assert other is not None
+    assert engine.core is other.core
+
+    def reset(*_: Any) -> None:
+        thread = threading.Thread(target=engine.reset)
+        thread.start()
+        thread.join()
+        assert other.units[2].num_windows == 1
+        engine.space.make_room(64 * KiB, keep=None, what="another unit", must=False)
+        assert other.units[2].full_parts[0].is_resident
+
+    with torch.no_grad():
+        expected = layers()(row())
+        reference[2].register_forward_pre_hook(reset)
+        assert torch.equal(reference(row()), expected)
+
+
+# ------------------------------------------------------------------------------------------------- ends
+def test_close_adds_what_had_not_left_yet_to_what_had() -> None:
+    """A backward that failed in the middle of an accumulation window: every gradient is the plain run's."""
+
+    def run(managed: bool) -> list[torch.Tensor | None]:
+        model = layers()
+        if managed:
+            offload(model, None, **SETTINGS)
+        model(row()).sum().backward()
+        hidden = model[0](row())
+
+        def fail(_: torch.Tensor) -> None:
+            raise RuntimeError("in backward")
+
+        hidden.register_hook(fail)
+        with pytest.raises(RuntimeError, match="in backward"):
+            model[1:](hidden).sum().backward()
+        if managed:
+            engine = engine_of(model)
+            assert engine is not None
+            engine.close()
+        return [p.grad for p in model.parameters()]
+
+    for plain, ours in zip(run(False), run(True), strict=True):
+        assert plain is not None
+        assert ours is not None
+        assert torch.equal(plain, ours)
+
+
+def test_nothing_keeps_the_home_of_before_the_split() -> None:
+    """The parameter over the old home, made for ``load_state_dict``, would keep 4 bytes a weight mapped."""
+    engine = engine_of(trained_in_bf16(optimizer_kernel="numba"))
+    assert engine is not None
+    split = [slot for unit in engine.units for slot in unit.slots if slot.split is not None]
+    assert split
+    assert all(slot.host_param is None for slot in split)

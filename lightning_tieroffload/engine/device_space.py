@@ -67,7 +67,6 @@ class DeviceSpace:
         self.num_fetches = 0
         self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed)
         self._pid = os.getpid()
-        self._num_lent = 0  # 0: no part is on the device uncharged
         self._lent: list[Part] = []  # on the device as the user's memory, uncharged
         self._touched: list[Part] = []  # what calls of user code outside windows are using right now
         self._distance_of: dict[int, int] = {}
@@ -232,8 +231,8 @@ class DeviceSpace:
     def order_home_write(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
         """The home is written by the host (a load, an update): the device copies become stale.
 
-        The caller has settled the home before, ``to_write``. Device copies are dropped unless something still refers to them, in
-        which case ``refresh`` must follow once the home is written.
+        The caller has settled the home before, ``to_write``. Device copies are dropped unless something still refers to
+        them, in which case ``refresh`` must follow once the home is written.
         """
         with self.lock:
             for slot in slots:
@@ -418,7 +417,6 @@ class DeviceSpace:
                     return True
                 is_users = part in self._touched or (part.num_leases == 0 and part.num_aliases() > 0)
                 if part.is_resident and is_users:
-                    self._num_lent += 1
                     self.ledger.release(Tier.DEVICE, part.charged_nbytes)
                     part.charged_nbytes = 0
                     if part not in self._lent:
@@ -534,6 +532,9 @@ class DeviceSpace:
                     part.num_leases += 1
                 return parts
             self.check_process()
+            if unit.num_windows > 0:
+                # The class that the parameters wear is the outermost window's, and that one may close first (threads).
+                parts = list(dict.fromkeys([*parts, *(unit.open_parts or ())]))
             self.wire_dtype = wire_dtype
             self.note_use(unit, phase, parts)
             self._reclaim()
@@ -542,6 +543,7 @@ class DeviceSpace:
             try:
                 for part in parts:
                     self._ensure_part(part)
+                self.prefetch()  # may raise what an update failed with: before the window counts as open
             except BaseException:
                 for part in parts:
                     part.num_leases -= 1
@@ -559,7 +561,6 @@ class DeviceSpace:
                 watch = wire_dtype is not None and may_travel and not unit.is_compiled
                 for slot in unit.slots:
                     slot.param.__class__ = AutocastParameter if watch and slot.castable else plain
-            self.prefetch()
             return parts
 
     def close_window(self, unit: UnitState, parts: Sequence[Part]) -> None:
@@ -600,8 +601,10 @@ class DeviceSpace:
                 self._reclaim()
             return result
 
-    def reset(self) -> None:
-        """After an exception: no window is open and no lease is held any more. Values are kept.
+    def reset(self, units: Sequence[UnitState]) -> None:
+        """After an exception: no window of these units is open and no lease held any more. Values are kept.
+
+        Other units may be in use: of another engine, whose forward runs in another thread.
 
         Ctrl-C may have struck between any two statements, so what is counted is counted again. Gradients and other
         users of the ledger have let go before.
@@ -610,12 +613,13 @@ class DeviceSpace:
             self._touched = []
             used_nbytes = 0
             for unit in self.units:
-                unit.num_windows = 0
+                is_meant = unit in units
+                unit.num_windows = 0 if is_meant else unit.num_windows
                 for part in unit.parts:
-                    part.num_leases = 0
+                    part.num_leases = 0 if is_meant else part.num_leases
                     part.is_resident = part.storage.nbytes() >= part.nbytes > 0
                     part.charged_nbytes = min(part.charged_nbytes, part.nbytes) if part.is_resident else 0
                     used_nbytes += part.charged_nbytes
-                for slot in unit.slots:
+                for slot in unit.slots if is_meant else ():
                     slot.param.__class__ = PagedParameter
             self.ledger[Tier.DEVICE].used_nbytes = used_nbytes

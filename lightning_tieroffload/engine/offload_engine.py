@@ -514,9 +514,14 @@ class OffloadEngine:
                 "engine_of(model).close() first and attach again."
             )
         if slot.unit.num_windows > 0:
-            with torch.inference_mode(False), torch.no_grad():
+            self.core.wire.refuse(slot, "p.data = … inside forward")  # and the window may hold the 16-bit form alone
+
+            def write() -> None:
                 raw_data(slot.param).copy_(data)
                 torch.autograd.graph.increment_version(slot.param)
+
+            with torch.inference_mode(False), torch.no_grad():
+                self.space.touch([slot.part], write)
             return
         self.updates.refuse_from_inside((slot,))
         with self.space.lock:
@@ -560,9 +565,11 @@ class OffloadEngine:
         """After an exception in the training loop: no window is open, nothing is in flight; values are kept."""
         with self.space.lock:
             unseen = self._quiesce()
-            self._hooks.reset()
+            for engine in [ref() for ref in self.core.engines]:
+                if engine is not None:  # one may have been inside the other's forward, in this thread
+                    engine._hooks.reset()
             self.gradients.drop_born()
-            self.space.reset()
+            self.space.reset(self.units)
         if unseen is not None:
             raise unseen
 
@@ -637,8 +644,9 @@ class OffloadEngine:
             p = slot.param
             record = unit.grads[slot.index]
             grad = raw_grad(p)
-            if record.place is GradPlace.HOST and grad is None:
-                grad = self.gradients.host_value(slot).clone()
+            if record.place is GradPlace.HOST:
+                host = self.gradients.host_value(slot).clone()
+                grad = host if grad is None else host.to(grad.device).add_(grad)  # one that had not left yet
             with torch.inference_mode(False), torch.no_grad():
                 values = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(unit.read_home(slot))
             set_raw_grad(p, None)
