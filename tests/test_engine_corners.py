@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_tieroffload import engine_of, offload
+from lightning_tieroffload.errors import UnsupportedError
 
 KiB = 1024
 SETTINGS: dict[str, Any] = {"device_budget": 64 * KiB, "dram_budget": 64 * KiB * KiB}
@@ -365,3 +366,36 @@ def test_nothing_keeps_the_home_of_before_the_split() -> None:
     split = [slot for unit in engine.units for slot in unit.slots if slot.split is not None]
     assert split
     assert all(slot.host_param is None for slot in split)
+
+
+def test_one_call_over_parameters_of_two_budgets() -> None:
+    """A target network with settings of its own is averaged by one foreach call over both models."""
+    policy, target, plain_policy, plain_target = layers(2), layers(2), layers(2), layers(2)
+    offload(policy, None, **SETTINGS)
+    offload(target, None, **{**SETTINGS, "device_budget": 128 * KiB})
+    with torch.no_grad():
+        for model in (policy, plain_policy):
+            torch._foreach_mul_(list(model.parameters()), 3.0)
+        torch._foreach_lerp_(list(target.parameters()), list(policy.parameters()), 0.5)
+        torch._foreach_lerp_(list(plain_target.parameters()), list(plain_policy.parameters()), 0.5)
+    for p, q in zip(plain_target.parameters(), target.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("adopted_first", [True, False])
+def test_one_optimizer_over_two_budgets_is_refused(adopted_first: bool) -> None:
+    policy, value = layers(2), layers(2)
+    optimizer = torch.optim.AdamW([*policy.parameters(), *value.parameters()], 1e-3)
+    if adopted_first:
+        offload(policy, optimizer, **SETTINGS)
+    else:
+        offload(policy, None, **SETTINGS)
+    other = {**SETTINGS, "device_budget": 128 * KiB}
+    if adopted_first:
+        offload(value, None, **other)
+        (policy(row()) + value(row())).sum().backward()
+        with pytest.raises(UnsupportedError, match="2 engines with different settings"):
+            optimizer.step()
+    else:
+        with pytest.raises(UnsupportedError, match="2 engines with different settings"):
+            offload(value, optimizer, **other)

@@ -422,7 +422,13 @@ class OffloadEngine:
 
     # ------------------------------------------------------------------------------------------------- optimizers
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Put the managed class on the user's optimizer; the same object comes back."""
+        """Put the managed class on the user's optimizer; the same object comes back.
+
+        Raises:
+            UnsupportedError: it has parameters of engines with different settings, hence of different budgets.
+            InfeasiblePlanError: its state does not fit into ``dram_budget``.
+        """
+        optimizers.refuse_several_spaces(optimizer)
         if optimizers.is_adopted(optimizer):
             self._remember(optimizer)
             return optimizer
@@ -461,6 +467,13 @@ class OffloadEngine:
     # ------------------------------------------------------------------------------------------------- SlotOwner
     def touch(self, slots: Sequence[ParamSlot], call: Callable[[], Any], *, grad_mode: bool) -> Any:
         self.updates.refuse_from_inside(slots)
+        spaces = {slot.owner.space: slot.owner for slot in slots}  # type: ignore[attr-defined]
+        if len(spaces) > 1:
+            # Of engines with different settings. Each space is locked while the next is, so always in one order.
+            first = spaces[min(spaces, key=id)]
+            own = [slot for slot in slots if slot.owner.space is first.space]  # type: ignore[attr-defined]
+            rest = [slot for slot in slots if slot.owner.space is not first.space]  # type: ignore[attr-defined]
+            return first.touch(own, lambda: rest[0].owner.touch(rest, call, grad_mode=grad_mode), grad_mode=grad_mode)
         parts = list({slot.part: None for slot in slots})
         if grad_mode:
             for slot in slots:

@@ -46,6 +46,7 @@ __all__ = [
     "adopt",
     "host_param",
     "is_adopted",
+    "refuse_several_spaces",
     "release",
     "user_class",
     "write_back_host_param",
@@ -85,6 +86,23 @@ def _updates_of(optimizer: Optimizer) -> Updates | None:
             if slot is not None:
                 return slot.owner.updates  # type: ignore[attr-defined,no-any-return]
     return None
+
+
+def refuse_several_spaces(optimizer: Optimizer) -> None:
+    """UnsupportedError for an optimizer over parameters of engines with different settings: one step is one space's."""
+    owners: dict[Any, ParamSlot] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            slot = managed_slot(p)
+            if slot is not None:
+                owners.setdefault(slot.owner.updates, slot)  # type: ignore[attr-defined]
+    if len(owners) > 1:
+        names = ", ".join(slot.name for slot in owners.values())
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} has parameters of {len(owners)} engines with different settings (for example "
+            f"{names}). Offload the models with the same settings (they then share one budget), offload one module "
+            "that holds them all, or use one optimizer for each."
+        )
 
 
 def host_param(slot: ParamSlot) -> nn.Parameter:
@@ -469,6 +487,7 @@ class Updates:
 
     # ------------------------------------------------------------------------------------------------------- step
     def step(self, raw: Optimizer, cls: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_several_spaces(raw)
         if cls not in _PER_PARAMETER and not self._has_kernels(raw, cls):
             result = self._step_whole(raw, cls, args, kwargs)
             self._note_step(raw)
