@@ -567,3 +567,16 @@ def test_adam_counts_from_the_step_it_makes() -> None:
     assert adam.adam_scalars(
         lr=1.0, betas=(0.5, 0.75), eps=0.0, weight_decay=0.0, step=2, decoupled=True
     ).negative_step == np.float32(-1 / 0.75)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's thread affinity")
+def test_mpr_04_threads_stay_on_the_cpus_that_they_are_given() -> None:
+    """MPR-04: update threads run where they are told, and nobody else's affinity changes."""
+    mine = os.sched_getaffinity(0)
+    cpu = min(mine)
+    seen: list[set[int]] = []
+    with KernelPool(2, cpus=frozenset({cpu})) as pool:
+        pool.run(lambda begin, end: seen.append(os.sched_getaffinity(0)), 8192)
+    assert seen
+    assert all(cpus == {cpu} for cpus in seen)
+    assert os.sched_getaffinity(0) == mine
