@@ -1,8 +1,10 @@
 """Floor 6. What is on the device: fetches, evictions, prefetches, leases, budgets. The one writer of residency.
 
 One ``DeviceSpace`` serves every engine of a process on one device, so that a policy and a reference model share one
-budget. It decides with the predicted order of uses (a hint) and acts through ``Streams``. Every public method takes the
-residency lock; workers never take it, so waiting for a worker under the lock cannot deadlock.
+budget. It decides with the predicted order of uses (a hint) and acts through ``Streams``. What user code leads to from
+any thread takes the residency lock itself (windows, touch, settle_home, the order_ methods, refresh, reset, units that
+come and go); what other parts of the engine compose (make_room, prefetch, note_use, ensure_resident, wait_update,
+download, upload) is called with it held. Workers never take it, so waiting for one under the lock cannot deadlock.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import gc
 import logging
 import os
 import statistics
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,7 +109,6 @@ class _Core:
         )
         self.engines: list[weakref.ref[OffloadEngine]] = []
         self.num_open = 0
-        self.lock = threading.RLock()
 
     def _submit_update(self, work: Callable[[], None], *, label: str, priority: int, after: Sequence[Any]) -> Any:
         ticket = self.scheduler.submit(_UPDATE_LANE, work, label=label, priority=priority, after=after)
