@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from exactness import FULL, POISON, SLOW, Variant, check, run
+from exactness import FULL, POISON, SLOW, Variant, attach, check, run
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -250,6 +251,18 @@ def test_arguments_of_ones_own_and_what_hooks_see() -> None:
 def test_an_argument_that_torchs_class_does_not_take() -> None:
     with pytest.raises(TypeError):
         run(built(lambda m: AdamW(m.parameters())), train(scale=0.3), Variant(POISON))
+
+
+@pytest.mark.parametrize("cls", [AdamW, Scaled, OwnZeroGrad])
+def test_trainers_may_ask_what_a_method_takes(cls: Any) -> None:
+    model = mlp()
+    optimizer = cls(model.parameters(), lr=0.1)
+    expected = [inspect.signature(getattr(optimizer, name)) for name in ("step", "zero_grad")]
+    engine = attach(model, optimizer, Variant(POISON))
+    try:
+        assert [inspect.signature(getattr(optimizer, name)) for name in ("step", "zero_grad")] == expected
+    finally:
+        engine.close()
 
 
 RESETS: dict[str, Callable[[Any, Any], None]] = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import itertools
 import threading
 import time
@@ -347,6 +348,19 @@ def _snapshot(value: Any) -> Any:
     return value
 
 
+def _with_signature_of(theirs: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Our method, that shows the arguments which the user's class takes: trainers ask before they pass one."""
+    ours = getattr(TierOptimizer, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(self, *args, **kwargs)
+
+    method.__dict__.update(ours.__dict__)
+    method.__name__, method.__qualname__, method.__doc__ = name, theirs.__qualname__, theirs.__doc__
+    method.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
+    return method
+
+
 _adopted_classes: dict[type, type] = {}
 
 
@@ -363,7 +377,9 @@ def adopt(optimizer: Optimizer) -> Optimizer:
     cls = type(optimizer)
     new = _adopted_classes.get(cls)
     if new is None:
-        new = type(cls.__name__, (TierOptimizer, cls), {"__module__": cls.__module__, "_tieroffload_user_class": cls})
+        members: dict[str, Any] = {name: _with_signature_of(getattr(cls, name), name) for name in ("step", "zero_grad")}
+        members |= {"__module__": cls.__module__, "_tieroffload_user_class": cls}
+        new = type(cls.__name__, (TierOptimizer, cls), members)
         _adopted_classes[cls] = new
     optimizer.__dict__.pop("step", None)  # an LR scheduler made earlier left a wrapper of the old class's step here
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)
