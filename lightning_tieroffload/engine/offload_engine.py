@@ -449,17 +449,14 @@ class OffloadEngine:
     def _state_estimate_nbytes(optimizer: Optimizer) -> int:
         total = 0
         for group in optimizer.param_groups:
-            if isinstance(optimizer, torch.optim.SGD):
-                num_moments = 1 if group.get("momentum") else 0
-            elif "betas" in group or isinstance(optimizer, torch.optim.Adadelta):
-                num_moments = 3 if group.get("amsgrad") else 2
-                if type(optimizer).__name__ == "Lion":
-                    num_moments = 1
-            else:
-                num_moments = 0  # not known: measured once it exists
             for p in group["params"]:
-                if managed_slot(p) is not None and p not in optimizer.state:
-                    total += num_moments * p.numel() * p.itemsize + (4 if "betas" in group else 0)  # and the step
+                entry = dict.get(optimizer.state, p)
+                if managed_slot(p) is None:
+                    continue
+                if entry:  # loaded, or made by the class at once (Adagrad)
+                    total += sum(value.nbytes for value in entry.values() if isinstance(value, torch.Tensor))
+                else:
+                    total += _num_moments(optimizer, group) * p.numel() * p.itemsize + (4 if "betas" in group else 0)
         return total
 
     # ------------------------------------------------------------------------------------------------- SlotOwner
@@ -754,6 +751,21 @@ class OffloadEngine:
         from lightning_tieroffload.report import plan_table
 
         return plan_table(self.plan())
+
+
+# Tensors of the parameter's size that a class keeps, beside those that its options add.
+_MOMENTS = {
+    "ASGD": 1, "Adadelta": 2, "Adagrad": 1, "Adamax": 2, "Lion": 1, "Muon": 1, "NAdam": 2, "RAdam": 2, "RMSprop": 1,
+    "Rprop": 2, "SGD": 0,
+}  # fmt: skip
+
+
+def _num_moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """How many tensors of its size a parameter's state will hold; 0 for a class that nobody can tell beforehand."""
+    name = optimizers.user_class(optimizer).__name__
+    known = _MOMENTS.get(name, 2 if "betas" in group else 0)
+    with_momentum = name in ("SGD", "RMSprop") and bool(group.get("momentum"))
+    return known + int(with_momentum) + int(bool(group.get("centered"))) + int(bool(group.get("amsgrad")))
 
 
 _CASTABLE_OWNERS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")  # the last is transformers' transposed Linear
