@@ -214,9 +214,9 @@ class AutocastParameter(_Managed):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func is _GRAD_GET and isinstance(first, _Managed):
+        if func == _GRAD_GET and isinstance(first, _Managed):
             return first.grad
-        if func is _GRAD_SET and isinstance(first, _Managed):
+        if func == _GRAD_SET and isinstance(first, _Managed):
             first.grad = args[1]
             return None
         if func is torch.autograd.grad and (edges := _as_edges(args[1])) is not None:
@@ -326,12 +326,12 @@ class PagedParameter(_Managed):
             slot = first._tieroffload_slot
             if func is torch.Tensor.data_ptr:
                 return slot.owner.home_address(slot)
-            if func is _GRAD_GET:
+            if func == _GRAD_GET:
                 return first.grad
-            if func is _GRAD_SET:
+            if func == _GRAD_SET:
                 first.grad = args[1]
                 return None
-            if func is _DATA_SET:
+            if func == _DATA_SET:
                 slot.owner.replace_data(slot, args[1])
                 return None
             if func is torch.Tensor.share_memory_:
