@@ -296,7 +296,8 @@ class OffloadEngine:
                     module._buffers[name] = buffer = buffer.to(self.device)
                 if buffer is not None and buffer.layout == torch.strided:
                     self.core.kept_storages.add(buffer.untyped_storage()._cdata)
-            self._hooks.bracket_state_dict(module)
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no such hooks, and holds nothing that is managed
+                self._hooks.bracket_state_dict(module)
         self._hook_modules(model, wrapper_of)
 
     def _take_unit(self, spec: UnitSpec, wrapper_of: dict[int, nn.Module]) -> None:

@@ -116,10 +116,17 @@ def _split_managed(
     for name, tensor in [*named, *model.named_buffers()]:
         if (key := _storage_key(tensor)) is not None:
             names_by_storage[key].append(name)
+    scripted = tuple(
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+    )
     managed: list[tuple[str, nn.Parameter]] = []
     unmanaged: list[tuple[str, nn.Parameter, str]] = []
     for name, param in named:
         reason = reason_unmanaged(param)
+        if name.startswith(scripted):
+            reason = "it belongs to a TorchScript module, whose code runs past every hook"
         if reason is None and (key := _storage_key(param)) is not None and len(names_by_storage[key]) > 1:
             others = ", ".join(other for other in names_by_storage[key] if other != name)
             reason = f"it shares its storage with {others}"
@@ -134,7 +141,7 @@ def _split_managed(
 
 
 def _class_name(module: nn.Module) -> str:
-    for inner_name in _INNER_NAMES:
+    for inner_name in _INNER_NAMES if not isinstance(module, torch.jit.ScriptModule) else ():
         inner = module._modules.get(inner_name)
         if inner is not None:
             return _class_name(inner)
