@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from typing import Any
 
 import pytest
 import torch
-from exactness import FULL, POISON, Variant, check, run
+from exactness import FULL, POISON, Variant, attach, check, run
 from fakes import Stack, batches
 
 from lightning_tieroffload.errors import UnsupportedError
@@ -95,3 +96,48 @@ def test_shared_memory_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="cannot be shared"):
         run(build, loop, Variant(POISON))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_users_hold_outlives_the_engine(ended: bool) -> None:
+    """Aliases and numpy views that are alive at close() keep their memory; the parameters have theirs in any case."""
+    torch.manual_seed(0)
+    model, optimizer = build()
+    engine = attach(model, optimizer, Variant(POISON))
+    params = list(model.parameters())
+    held: list[Any] = [params[0].detach(), params[2].data, params[4].detach().numpy(), params[-1].detach()[:1]]
+    expected = [torch.as_tensor(h).clone() for h in held]
+    if ended:
+        held = []
+    loss_of(model, next(iter(batches(1, 4, 24)))).backward()
+    values = [p.detach().clone() for p in params]
+    engine.close()
+    assert all(torch.equal(torch.as_tensor(h), e) for h, e in zip(held, expected, strict=False))
+    assert all(torch.equal(p, v) for p, v in zip(params, values, strict=True))
+    loss_of(model, torch.ones(2, 24)).backward()
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in params)
+
+
+@pytest.mark.parametrize("way", ["set_", "t_", "resize_"])
+def test_another_shape_or_other_memory_in_place_is_refused(way: str) -> None:
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        p = next(p for p in model.parameters() if p.ndim == 2)
+        arguments = {"set_": (torch.ones(p.shape),), "t_": (), "resize_": (3,)}[way]
+        with torch.no_grad():
+            getattr(p, way)(*arguments)
+
+    with pytest.raises(UnsupportedError, match=f"p.{way}"):
+        run(build, loop, Variant(POISON))
+
+
+def test_attributes_of_parameters_travel_as_in_torch() -> None:
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for index, p in enumerate(model.parameters()):
+            p.factor = index + 0.5
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        look(factors=[p.factor for p in loaded.parameters()], values=list(loaded.parameters()))
+
+    check(build, loop)

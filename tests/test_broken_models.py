@@ -31,6 +31,35 @@ def build() -> Any:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_frozen_between_two_backward_passes_over_one_graph(reads: bool) -> None:
+    """A gradient that is there stays, and nothing is added while its parameter is frozen."""
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(4)))
+        return model, torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(3, 4, 24):
+            first = model(x)
+            second = model(2 * x)
+            first.mean().backward(retain_graph=True)
+            for frozen in (model[2], model[1]):
+                frozen.requires_grad_(False)
+                second.square().mean().backward(retain_graph=True)
+                if reads:
+                    look(grads=[p.grad for p in model.parameters()])
+                frozen.requires_grad_(True)
+            look(norm=torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            first.square().mean().backward()
+            look(grads=[p.grad for p in model.parameters()] if reads else None)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(build, loop, FULL)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_inside_a_model() -> None:
     def loop(model: Any, optimizer: Any, look: Any) -> None:

@@ -93,8 +93,10 @@ class Gradients:
             if record.touched:
                 return
             grad = raw_grad(slot.param)
-            if grad is None or not fits_host(slot, grad):
-                record.place, record.touched = GradPlace.LIVE, grad is not None
+            if grad is None:  # frozen since the forward: nothing was accumulated, and what there was before stays
+                return
+            if not fits_host(slot, grad):
+                record.place, record.touched = GradPlace.LIVE, True
                 return
             if unit.born and self._space.ledger[Tier.DEVICE].headroom_nbytes < unit.grad_nbytes:
                 self._settle_unit(unit)  # tight: what was born before goes first

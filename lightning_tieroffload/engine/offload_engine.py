@@ -514,6 +514,8 @@ class OffloadEngine:
         What was read as ``p.data`` before is the old memory with the old values, as in torch: averages of weights are
         swapped in and out that way.
         """
+        if not isinstance(data, torch.Tensor):
+            raise TypeError(f"Variable data has to be a tensor, but got {type(data).__name__}")
         if data is slot.param or _is_own_data(slot, data):
             return
         if data.shape != slot.shape or data.dtype != slot.dtype:
@@ -649,6 +651,8 @@ class OffloadEngine:
             raise error
 
     def _release_unit(self, unit: UnitState) -> None:
+        for part in unit.full_parts:
+            self.space.leave_to_aliases(part)  # tensors that the user holds outlive the engine
         for slot in unit.slots:
             p = slot.param
             record = unit.grads[slot.index]

@@ -131,6 +131,13 @@ class ParamSlot:
         return f"ParamSlot({self.name})"
 
 
+def _fixed(slot: ParamSlot, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{slot.name} is offloaded: its shape and memory are fixed while it is, so p.{name}(...) cannot be done. "
+        "Assign values (p.copy_(...), p.data = ...), or call engine_of(model).close() first."
+    )
+
+
 def _ordinary(slot: ParamSlot, requires_grad: bool) -> nn.Parameter:
     return nn.Parameter(slot.owner.snapshot(slot), requires_grad=requires_grad)
 
@@ -164,6 +171,10 @@ class _Managed(nn.Parameter):
     def __hash__(self) -> int:
         return id(self)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused; a method, since ``Tensor.set_`` does not go through ``__torch_function__``."""
+        raise _fixed(self._tieroffload_slot, "set_")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
@@ -175,6 +186,9 @@ class _Managed(nn.Parameter):
         slot = self._tieroffload_slot
         hooks: OrderedDict[int, Any] = OrderedDict()
         state = (slot.owner.snapshot(slot), self.requires_grad, hooks)
+        attributes = {key: value for key, value in self.__dict__.items() if key != "_tieroffload_slot"}
+        if attributes:
+            return torch._utils._rebuild_parameter_with_state, (*state, attributes)
         return torch._utils._rebuild_parameter, state
 
 
@@ -251,6 +265,14 @@ _METADATA = frozenset(
         "has_names", "is_conj", "is_neg", "_is_zerotensor", "is_coalesced", "dim_order", "retain_grad",
     )
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_signed}  # fmt: skip
+
+# Functions that would give a parameter another shape or other memory in place.
+_RESHAPES = frozenset(
+    _names(
+        "t_", "transpose_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "squeeze_", "unsqueeze_",
+        "as_strided_", "resize_as_sparse_", "sparse_resize_", "sparse_resize_and_clear_",
+    )
+)  # fmt: skip
 
 _DATA_GET = _DATA.__get__
 _DATA_SET = _DATA.__set__
@@ -334,6 +356,8 @@ class PagedParameter(_Managed):
             if func == _DATA_SET:
                 slot.owner.replace_data(slot, args[1])
                 return None
+            if func in _RESHAPES:
+                raise _fixed(slot, func.__name__)
             if func is torch.Tensor.share_memory_:
                 raise UnsupportedError(
                     f"{slot.name} is offloaded: its memory comes and goes and cannot be shared with other processes. "

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_tieroffload.engine.params import ParamSlot, set_raw_data
+from lightning_tieroffload.engine.params import ParamSlot, managed_slot, set_raw_data
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket
 from lightning_tieroffload.kernels.split import SplitMaster, merge_f32, num_tie_bytes, split_f32
 from lightning_tieroffload.memory.arena import PinnedArena
@@ -169,7 +169,8 @@ class Part:
         self._new_storage()
         if self.form is Form.FULL:
             for index, slot in enumerate(self.slots):
-                set_raw_data(slot.param, self.device_view(index))
+                if managed_slot(slot.param) is slot:  # else it was made ordinary already
+                    set_raw_data(slot.param, self.device_view(index))
         self.seal()
 
     def _lay_out(self) -> int:
