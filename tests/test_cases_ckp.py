@@ -309,7 +309,7 @@ def work(rank, folder):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.start_processes(work, args=(sys.argv[1] if len(sys.argv) > 1 else ".",), nprocs=2, start_method="fork")
+    mp.start_processes(work, args=(sys.argv[1] if len(sys.argv) > 1 else ".",), nprocs=2, start_method="spawn")
 """
 
 
