@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -79,3 +80,38 @@ def test_torchscript_inside_a_model() -> None:
     whole = find_units(scripted(nn.Linear(3, 3), nn.Linear(3, 3)))
     assert not whole.units
     assert len(whole.unmanaged) == 4
+
+
+def test_a_default_device_is_for_the_users_tensors_alone() -> None:
+    """Stand-ins for ``torch.set_default_device("cuda")``: what the engine makes in host memory stays there."""
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(4)))
+        return model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler.scale(torch.ones(()))
+        for step, x in enumerate(batches(5, 4, 24)):
+            with torch.device("meta"):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step > 1):
+                    loss = model(x).float().square().mean()
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                grads = [p.grad.clone() for p in model.parameters()] if step == 2 else None
+                optimizer.zero_grad()
+                state = {name: value.clone() for name, value in model.state_dict().items()}
+                saved = copy.deepcopy(optimizer.state_dict())
+                model.load_state_dict(state)
+                optimizer.load_state_dict(saved)
+                copied = [p.detach() for p in copy.deepcopy(model).parameters()]
+                with torch.no_grad():
+                    model[1][0].weight.mul_(0.9)
+            assert {value.device.type for value in state.values()} == {"cpu"}
+            look(loss=loss, norm=norm, grads=grads, state=state, copied=copied)
+
+    check(build, loop, FULL)

@@ -149,7 +149,7 @@ class Gradients:
             else:
                 # A 16-bit gradient is widened by the addition itself, exactly.
                 sent = grad if wire_dtype is None else grad.to(wire_dtype)
-                staged = torch.empty_strided(slot.shape, slot.stride, dtype=sent.dtype)
+                staged = torch.empty_strided(slot.shape, slot.stride, dtype=sent.dtype, device="cpu")
                 self._space.download([(staged, sent)], f"gradient ({slot.name})").wait()
                 host.add_(staged)
         else:
@@ -311,7 +311,7 @@ class Gradients:
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
             return Factor(tensor, tensor, LANDED)
-        host = torch.empty((), dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty((), dtype=tensor.dtype, pin_memory=True, device="cpu")
         return Factor(tensor, host, self._space.download([(host, tensor)], "factor"))
 
     def multiply(self, slot: ParamSlot, factor: Factor) -> None:

@@ -547,7 +547,7 @@ class OffloadEngine:
             return snapshots[slot]
         with self.space.lock, torch.inference_mode(False), torch.no_grad():
             self.space.settle_home(slot.unit)
-            result = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(slot.unit.read_home(slot))
+            result = slot.unit.read_home(slot).clone()  # strides and all
         snapshots[slot] = result
         return result
 
@@ -661,7 +661,7 @@ class OffloadEngine:
                 host = self.gradients.host_value(slot).clone()
                 grad = host if grad is None else host.to(grad.device).add_(grad)  # one that had not left yet
             with torch.inference_mode(False), torch.no_grad():
-                values = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(unit.read_home(slot))
+                values = unit.read_home(slot).clone()  # strides and all
             set_raw_grad(p, None)
             p.__class__ = nn.Parameter
             p.__dict__.pop("_tieroffload_slot", None)

@@ -648,7 +648,7 @@ class Updates:
             if split is None:
                 values = _flat(slot.home)[begin:end]
             else:
-                values = torch.empty(end - begin, dtype=slot.dtype)
+                values = torch.empty(end - begin, dtype=slot.dtype, device="cpu")
                 merge_f32(split.hi_u16[begin:end], split.lo_u16[begin:end], split.ties_u8[bits], values.numpy())
             host = nn.Parameter(values)
             host.grad = source.true_grad_slice(begin, end)
@@ -677,7 +677,7 @@ class Updates:
         is_first = not entry
         num_step = 1
         if kernel.uses_step:
-            step = entry.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+            step = entry.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
             step += 1
             num_step = int(step.item())
         states = {}

@@ -223,7 +223,7 @@ def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, optimizer, inv_scale, found_inf, allow_fp16)  # type: ignore[no-any-return]
         result: dict[torch.device, torch.Tensor] = original(self, _RestOnly(groups), inv_scale, found_inf, allow_fp16)
         device = found_inf.device
-        host_found, host_inv = torch.zeros(()), inv_scale.detach().to("cpu", torch.float32)
+        host_found, host_inv = torch.zeros((), device="cpu"), inv_scale.detach().to("cpu", torch.float32)
         with torch.no_grad():
             for slot in down:
                 _gradients(slot).unscale(slot, host_inv, host_found)

@@ -247,7 +247,7 @@ class Part:
         """(device, DRAM) tensors whose copies make the part. May make the DRAM side first, where it is not kept."""
         if self.home_flat is not None:
             return [(self.flat, self.home_flat)]
-        source = torch.zeros(self.nbytes // self.dtype.itemsize, dtype=self.dtype)
+        source = torch.zeros(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device="cpu")
         for index, slot in enumerate(self.slots):
             source.as_strided(slot.shape, slot.stride, self.offsets[index]).copy_(self.unit.read_home(slot))
         return [(self.flat, source)]
@@ -256,7 +256,7 @@ class Part:
         """((DRAM, device) tensors, a DRAM tensor to hand to ``finish_download`` once the copy has landed, or None)."""
         if self.home_flat is not None:
             return [(self.home_flat, self.flat)], None
-        landing = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype)
+        landing = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device="cpu")
         return [(landing, self.flat)], landing
 
     def finish_download(self, landing: torch.Tensor) -> None:
@@ -393,7 +393,7 @@ class UnitState:
         """
         if slot.split is None:
             return slot.home
-        result = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
+        result = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu")
         merge_f32(slot.split.hi_u16, slot.split.lo_u16, slot.split.ties_u8, flat_numpy(result))
         return result
 
@@ -402,7 +402,7 @@ class UnitState:
         if slot.split is None:
             slot.home.copy_(values)
             return
-        dense = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype).copy_(values)
+        dense = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu").copy_(values)
         split_f32(flat_numpy(dense), slot.split.hi_u16, slot.split.lo_u16, slot.split.ties_u8)
 
     def home_address(self, slot: ParamSlot) -> int:

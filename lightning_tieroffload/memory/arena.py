@@ -143,7 +143,7 @@ class Block:
                 f"{self.capacity_nbytes} bytes"
             )
         if numel == 0:  # torch.frombuffer refuses an empty buffer
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         with torch.inference_mode(False):  # an inference tensor here would poison a parameter that is bound to it later
             flat = torch.frombuffer(
                 self._arena._bytes(self), dtype=dtype, count=numel, offset=self.offset_nbytes + offset_nbytes
