@@ -10,6 +10,7 @@ download, upload) is called with it held. Workers never take it, so waiting for 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,7 +21,13 @@ from torch import nn
 from lightning_tieroffload.concepts import D2H, H2D, Ticket, Tier
 from lightning_tieroffload.engine.activations import ActivationStore
 from lightning_tieroffload.engine.order import Phase, UseOrder
-from lightning_tieroffload.engine.params import AutocastParameter, ComputeParameter, PagedParameter, ParamSlot
+from lightning_tieroffload.engine.params import (
+    AutocastParameter,
+    ComputeParameter,
+    GuardedParameter,
+    PagedParameter,
+    ParamSlot,
+)
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket, Pairs, Streams, make_streams
 from lightning_tieroffload.engine.unit_state import Form, Part, UnitState, WireState
 from lightning_tieroffload.errors import CapacityError, TierOffloadError
@@ -70,6 +77,8 @@ class DeviceSpace:
         self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed)
         self._pid = os.getpid()
         self._lent: list[Part] = []  # on the device as the user's memory, uncharged
+        self._forward_threads: set[int] = set()
+        self._has_several_threads = False
         self._touched: list[Part] = []  # what calls of user code outside windows are using right now
         self._distance_of: dict[int, int] = {}
         self._distance_key: Any = None
@@ -529,7 +538,7 @@ class DeviceSpace:
             parts = unit.parts_for(None if unit.is_compiled else wire_dtype)
             if unit.num_windows > 0 and unit.open_parts == parts:
                 # A module inside one that is open: nothing to fetch, nothing to learn.
-                unit.num_windows += 1
+                self._count_window(unit, phase)
                 for part in parts:
                     part.num_leases += 1
                 return parts
@@ -553,26 +562,48 @@ class DeviceSpace:
             if unit.wire is not None and unit.wire not in parts and torch.is_grad_enabled():
                 for slot in unit.wire.slots:
                     slot.is_mixed = True  # what is used in full in this window is not seen
-            unit.num_windows += 1
+            self._count_window(unit, phase)
             if unit.num_windows == 1:
                 unit.open_parts = parts
                 if phase is not Phase.EVAL:
                     unit.refresh_trainable()
-                plain = nn.Parameter if unit.is_compiled else ComputeParameter
+                guarded = GuardedParameter if self._has_several_threads else ComputeParameter
+                plain = nn.Parameter if unit.is_compiled else guarded
                 may_travel = unit.wire_state is not WireState.REFUSED or unit.has_casts
                 watch = wire_dtype is not None and may_travel and not unit.is_compiled
                 for slot in unit.slots:
                     slot.param.__class__ = AutocastParameter if watch and slot.castable else plain
             return parts
 
+    def _count_window(self, unit: UnitState, phase: Phase) -> None:
+        unit.num_windows += 1
+        thread = threading.get_ident()
+        unit.window_threads[thread] = unit.window_threads.get(thread, 0) + 1
+        if phase is not Phase.BACKWARD and thread not in self._forward_threads:  # recompute may run in autograd's own
+            self._forward_threads.add(thread)
+            if len(self._forward_threads) > 1:
+                self._guard()
+
+    def _guard(self) -> None:
+        """Several threads use the units: a parameter in a window must not look plain to those without one."""
+        if not self._has_several_threads:
+            self._has_several_threads = True
+            for unit in self.units:
+                for slot in unit.slots:
+                    if type(slot.param) is ComputeParameter:
+                        slot.param.__class__ = GuardedParameter
+
     def close_window(self, unit: UnitState, parts: Sequence[Part]) -> None:
         with self.lock:
             if unit.num_windows == 0:
                 return  # ``reset`` has closed it already
             unit.num_windows -= 1
+            thread = threading.get_ident()
+            unit.window_threads[thread] = max(0, unit.window_threads.get(thread, 0) - 1)
             for part in parts:
                 part.num_leases -= 1
             if unit.num_windows == 0:
+                unit.window_threads.clear()
                 for slot in unit.slots:
                     slot.param.__class__ = PagedParameter
 
@@ -586,6 +617,8 @@ class DeviceSpace:
         """Run ``call`` with full parts on the device, outside any compute window of theirs or beside a wire window."""
         with self.lock:
             self.check_process()
+            if self._forward_threads and threading.get_ident() not in self._forward_threads:
+                self._guard()
             before, self._touched = self._touched, [*self._touched, *parts]
             for part in parts:
                 part.num_leases += 1
@@ -617,6 +650,8 @@ class DeviceSpace:
             for unit in self.units:
                 is_meant = unit in units
                 unit.num_windows = 0 if is_meant else unit.num_windows
+                if is_meant:
+                    unit.window_threads.clear()
                 for part in unit.parts:
                     part.num_leases = 0 if is_meant else part.num_leases
                     part.is_resident = part.storage.nbytes() >= part.nbytes > 0

@@ -16,6 +16,7 @@ done through an alias cannot be seen. This is asked of the storage's reference c
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, cast
@@ -28,6 +29,7 @@ from lightning_tieroffload.errors import UnsupportedError
 __all__ = [
     "AutocastParameter",
     "ComputeParameter",
+    "GuardedParameter",
     "PagedParameter",
     "ParamSlot",
     "SlotOwner",
@@ -228,6 +230,8 @@ class AutocastParameter(_Managed):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
+        if not _has_window(args, kwargs):
+            return PagedParameter.__torch_function__(func, types, args, kwargs)
         if func == _GRAD_GET and isinstance(first, _Managed):
             return first.grad
         if func == _GRAD_SET and isinstance(first, _Managed):
@@ -243,6 +247,42 @@ class AutocastParameter(_Managed):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return found[0].owner.call_in_autocast(found, func, args, kwargs)
+
+
+class GuardedParameter(_Managed):
+    """Worn in place of ``ComputeParameter`` once several threads use the model.
+
+    The thread whose window is open computes as with a plain parameter; to any other the parameter is a paged one.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:
+        slot = self._tieroffload_slot
+        return slot.owner.touch([slot], lambda: raw_data(self), grad_mode=False)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        slot = self._tieroffload_slot
+        slot.owner.replace_data(slot, value)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA or _has_window(args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return PagedParameter.__torch_function__(func, types, args, kwargs)
+
+
+def _has_window(args: Any, kwargs: Any) -> bool:
+    """Whether the calling thread has a window open over every managed parameter among the arguments."""
+    found: list[ParamSlot] = []
+    _paged_in(args, found)
+    _paged_in(kwargs, found)
+    thread = threading.get_ident()
+    return all(slot.unit.window_threads.get(thread, 0) > 0 for slot in found)
 
 
 def _names(*names: str) -> Iterator[Any]:

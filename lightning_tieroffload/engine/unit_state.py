@@ -309,6 +309,7 @@ class UnitState:
         self.wire_state = WireState.WATCHING if any(p.castable for p in self.full_parts) else WireState.REFUSED
         self.has_casts = False  # stand-ins for autocast's casts are alive
         self.num_windows = 0
+        self.window_threads: dict[int, int] = {}  # thread to how many of the open windows are its own
         self.open_parts: list[Part] | None = None  # what the outermost open window leased
         self.update: Any = None  # ticket of the update that writes the home next, or None
         # gradients
