@@ -170,6 +170,16 @@ class _Managed(nn.Parameter):
         values = self._tieroffload_slot.owner.snapshot(self._tieroffload_slot).to(self.device)
         return repr(nn.Parameter(values, requires_grad=self.requires_grad))
 
+    @property
+    def data(self) -> torch.Tensor:
+        slot = self._tieroffload_slot
+        return slot.owner.touch([slot], lambda: raw_data(self), grad_mode=False)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        slot = self._tieroffload_slot
+        slot.owner.replace_data(slot, value)
+
     def __hash__(self) -> int:
         return id(self)
 
@@ -214,16 +224,6 @@ class ComputeParameter(_Managed):
 class AutocastParameter(_Managed):
     """Worn in place of ``ComputeParameter`` by fp32 weights under autocast: every use is seen. See wire.py."""
 
-    @property
-    def data(self) -> torch.Tensor:
-        slot = self._tieroffload_slot
-        return slot.owner.touch([slot], lambda: raw_data(self), grad_mode=False)  # type: ignore[no-any-return]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        slot = self._tieroffload_slot
-        slot.owner.replace_data(slot, value)
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -254,16 +254,6 @@ class GuardedParameter(_Managed):
 
     The thread whose window is open computes as with a plain parameter; to any other the parameter is a paged one.
     """
-
-    @property
-    def data(self) -> torch.Tensor:
-        slot = self._tieroffload_slot
-        return slot.owner.touch([slot], lambda: raw_data(self), grad_mode=False)  # type: ignore[no-any-return]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        slot = self._tieroffload_slot
-        slot.owner.replace_data(slot, value)
 
     @classmethod
     def __torch_function__(
@@ -364,16 +354,6 @@ def _grad_at(outputs: Any, inputs: Sequence[Any], edges: list[Any], kwargs: dict
 
 class PagedParameter(_Managed):
     """Worn outside compute: true shape, dtype and device; values are paged in on touch."""
-
-    @property
-    def data(self) -> torch.Tensor:
-        slot = self._tieroffload_slot
-        return slot.owner.touch([slot], lambda: raw_data(self), grad_mode=False)  # type: ignore[no-any-return]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        slot = self._tieroffload_slot
-        slot.owner.replace_data(slot, value)
 
     @classmethod
     def __torch_function__(
