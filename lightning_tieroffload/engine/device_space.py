@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -567,8 +567,11 @@ class DeviceSpace:
                 unit.open_parts = parts
                 if phase is not Phase.EVAL:
                     unit.refresh_trainable()
-                guarded = GuardedParameter if self._has_several_threads else ComputeParameter
-                plain = nn.Parameter if unit.is_compiled else guarded
+                plain: type[nn.Parameter] = ComputeParameter
+                if unit.is_compiled:
+                    plain = nn.Parameter
+                elif self._has_several_threads:
+                    plain = GuardedParameter
                 may_travel = unit.wire_state is not WireState.REFUSED or unit.has_casts
                 watch = wire_dtype is not None and may_travel and not unit.is_compiled
                 for slot in unit.slots:
@@ -591,7 +594,7 @@ class DeviceSpace:
             for unit in self.units:
                 for slot in unit.slots:
                     if type(slot.param) is ComputeParameter:
-                        slot.param.__class__ = GuardedParameter
+                        slot.param.__class__ = cast(Any, GuardedParameter)
 
     def close_window(self, unit: UnitState, parts: Sequence[Part]) -> None:
         with self.lock:

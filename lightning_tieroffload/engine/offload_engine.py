@@ -547,7 +547,7 @@ class OffloadEngine:
             return snapshots[slot]
         with self.space.lock, torch.inference_mode(False), torch.no_grad():
             self.space.settle_home(slot.unit)
-            result = slot.unit.read_home(slot).clone()  # strides and all
+            result: torch.Tensor = slot.unit.read_home(slot).clone()  # strides and all
         snapshots[slot] = result
         return result
 
@@ -740,11 +740,11 @@ class OffloadEngine:
                     "num_params": len(unit.slots),
                     "param_nbytes": unit.nbytes,
                     "grad_nbytes": unit.grad_nbytes,
-                    "param_home": "dram",
-                    "grad_home": "dram" if unit.grad_nbytes else None,
-                    "state_home": "dram" if unit.grad_nbytes else None,
-                    "update_on": "cpu" if unit.grad_nbytes else None,
-                    "activations": "offload" if self.core.activations is not None else "keep",
+                    "param_home": unit.choice.param_home.name.lower(),
+                    "grad_home": unit.choice.grad_home.name.lower() if unit.grad_nbytes else None,
+                    "state_home": unit.choice.state_home.name.lower() if unit.grad_nbytes else None,
+                    "update_on": unit.choice.update_on.value if unit.grad_nbytes else None,
+                    "activations": "offload" if self.core.activations is not None else unit.choice.activation.value,
                 }
                 for unit in self.units
             ],

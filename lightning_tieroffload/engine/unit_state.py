@@ -23,15 +23,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, set_raw_data
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket
 from lightning_tieroffload.kernels.split import SplitMaster, merge_f32, num_tie_bytes, split_f32
 from lightning_tieroffload.memory.arena import PinnedArena
+from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, UpdatePlace
 from lightning_tieroffload.sizes import round_up
 
 __all__ = ["Factor", "Form", "GradPlace", "GradRecord", "Part", "UnitState", "WireState", "align_nbytes", "flat_numpy"]
 
 _GRAIN_NBYTES = 64  # what an arena rounds a block to
+_CAUTIOUS = Choice(Tier.DRAM, Tier.DRAM, Tier.DRAM, UpdatePlace.CPU, ActivationChoice.KEEP)
 
 
 def align_nbytes(device: torch.device) -> int:
@@ -271,6 +274,7 @@ class UnitState:
         params: (name, parameter), in the model's order.
         place: called with (address, nbytes) of each mapping before its first touch: binds pages to NUMA nodes.
         castable: names of fp32 parameters that autocast may cast and that one module of a known class owns.
+        choice: homes per role, where the update runs, what becomes of activations. The plan's line for this unit.
     """
 
     def __init__(
@@ -285,9 +289,11 @@ class UnitState:
         poison: bool,
         is_compiled: bool,
         place: Callable[[int, int], Any] | None = None,
+        choice: Choice = _CAUTIOUS,
     ) -> None:
         self.name = name
         self.index = index
+        self.choice = choice
         self.device = device
         self._pin = pin
         self._poison = poison
