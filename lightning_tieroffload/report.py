@@ -130,6 +130,11 @@ def _summary_lines(report: Mapping[str, Any]) -> Iterable[str]:
     if isinstance(written, Mapping):
         for path, nbytes in written.items():
             yield f"{_nbytes_text(nbytes)} written to {path}"
+    endurance = _at(report, "endurance")
+    if isinstance(endurance, Mapping):
+        for entry in endurance.values():
+            if text := _at(entry, "text"):
+                yield str(text)
 
 
 def _plan_rows(plan: Any) -> list[dict[str, Any]]:

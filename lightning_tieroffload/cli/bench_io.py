@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightning_tieroffload.cli.options import print_json
 from lightning_tieroffload.errors import ConfigError
 from lightning_tieroffload.io.direct_file import filesystem_of
-from lightning_tieroffload.io.endurance import read_health
+from lightning_tieroffload.io.endurance import forecast, rated_nbytes_of_tbw, read_health
+from lightning_tieroffload.io.link_probe import LinkRates, probe_links
 from lightning_tieroffload.io.probe import PathProbe, StoreComparison, compare_store, probe_path
 from lightning_tieroffload.sizes import MiB, format_nbytes, parse_nbytes
 
@@ -27,9 +31,11 @@ def measure_io(
     file_nbytes: int = 256 * MiB,
     cell_s: float = 0.15,
 ) -> tuple[PathProbe, StoreComparison]:
-    """The table of a path, and the store beside the bare loop at the row that the engine would use."""
-    probe = probe_path(path, block_nbytes=block_nbytes, depths=depths, file_nbytes=file_nbytes, cell_s=cell_s)
-    store = compare_store(path, block_nbytes=probe.block_nbytes, depth=probe.io_threads, nbytes=file_nbytes)
+    """The table of a path, and the store beside the bare loop with the block and threads that an engine would use."""
+    probe = probe_path(
+        path, block_nbytes=block_nbytes, depths=depths, file_nbytes=file_nbytes, cell_s=cell_s, with_store=True
+    )
+    store = compare_store(path, block_nbytes=probe.block_nbytes, io_threads=probe.io_threads, nbytes=file_nbytes)
     return probe, store
 
 
@@ -47,28 +53,51 @@ def _gb_per_s(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f}"
 
 
-def _render(console: Console, result: dict[str, Any], probe: PathProbe, store: StoreComparison) -> None:
-    table = Table(title=f"{probe.path} ({probe.filesystem}, {probe.device or 'no local disk'}, {probe.mode} I/O), GB/s")
-    for column in ("block", "depth", "read", "write", "both at once"):
+def _links_text(links: Sequence[LinkRates]) -> str:
+    if not links:
+        return "Host to device: no CUDA device that torch can use, so there is no such link here."
+    return "\n".join(
+        f"{one.device} ({one.device_name}), {'page-locked' if one.is_page_locked else 'pageable'} memory: host to "
+        f"device {_gb_per_s(one.h2d_bytes_per_s)}, device to host {_gb_per_s(one.d2h_bytes_per_s)}, both at once "
+        f"{_gb_per_s(one.both_bytes_per_s)} GB/s."
+        for one in links
+    )
+
+
+def _render(
+    console: Console, result: dict[str, Any], probe: PathProbe, store: StoreComparison, links: Sequence[LinkRates]
+) -> None:
+    disk = probe.device or "no local disk"
+    table = Table(title=Text(f"{probe.path} ({probe.filesystem}, {disk}, {probe.mode} I/O), GB/s"))
+    for column in ("block", "depth", "bare read", "write", "both", "store read", "write", "both"):
         table.add_column(column, justify="right")
-    for row in probe.rows:
-        is_chosen = (row.block_nbytes, row.depth) == (probe.block_nbytes, probe.io_threads)
+    for row, of_store in zip(probe.rows, probe.store_rows, strict=True):
+        is_chosen = (row.block_nbytes, row.depth) == (probe.block_nbytes, probe.depth)
         table.add_row(
             format_nbytes(row.block_nbytes),
             str(row.depth),
-            _gb_per_s(row.read_bytes_per_s),
-            _gb_per_s(row.write_bytes_per_s),
-            _gb_per_s(row.mixed_bytes_per_s),
+            *(
+                _gb_per_s(rate)
+                for one in (row, of_store)
+                for rate in (one.read_bytes_per_s, one.write_bytes_per_s, one.mixed_bytes_per_s)
+            ),
             style="bold" if is_chosen else None,
         )
     console.print(table)
-    console.print(
-        f"The engine would use block_nbytes={format_nbytes(probe.block_nbytes)}, io_threads={probe.io_threads}.\n"
-        f"The store at that row, checksums on: read {_gb_per_s(store.store_read_bytes_per_s)}, write "
-        f"{_gb_per_s(store.store_write_bytes_per_s)} GB/s; a bare O_DIRECT loop in the same run: read "
-        f"{_gb_per_s(store.bare_read_bytes_per_s)}, write {_gb_per_s(store.bare_write_bytes_per_s)} GB/s "
-        f"({store.read_frac:.0%} and {store.write_frac:.0%})."
+    beside = ", ".join(
+        f"{verb} {_gb_per_s(rate)} of {_gb_per_s(bare)} GB/s ({rate / bare:.0%})"
+        for verb, rate, bare in (
+            ("read", store.read_bytes_per_s, store.bare_read_bytes_per_s),
+            ("write", store.write_bytes_per_s, store.bare_write_bytes_per_s),
+            ("both at once", store.mixed_bytes_per_s, store.bare_mixed_bytes_per_s),
+        )
     )
+    console.print(
+        f"An engine would use block_nbytes={format_nbytes(probe.block_nbytes)}, io_threads={probe.io_threads}. "
+        f"With these the store, checksums on, beside a bare O_DIRECT loop, {store.num_rounds} times in turn: {beside}."
+    )
+    console.print(f"Written without a pause: {result['endurance']['text']}")
+    console.print(_links_text(links))
     if result["warning"] is not None:
         console.print(f"Warning: {probe.path} {result['warning']}")
 
@@ -80,8 +109,12 @@ def bench_io(
     depths: Annotated[str, typer.Option(help="Calls under way at a time, separated by commas.")] = "1,2,4,8",
     file_size: Annotated[str, typer.Option(help="Length of the scratch file.")] = "256MiB",
     cell_seconds: Annotated[float, typer.Option(help="Seconds for each figure.")] = 0.15,
+    rated_tbw: Annotated[
+        float | None,
+        typer.Option(min=0, help="Rated writes of the drive in terabytes (TBW), for how long it lasts at this rate."),
+    ] = None,
 ) -> None:
-    """Measure a path on flash: read, write and both, by block length and depth; and the store beside a bare loop."""
+    """Measure the links: host to device, and a path on flash by block length and depth, bare and through the store."""
     block_nbytes = tuple(parse_nbytes(part, key="--blocks") for part in blocks.split(","))
     if any(nbytes < 4096 or nbytes % 4096 for nbytes in block_nbytes):
         raise ConfigError(f"--blocks={blocks!r}: direct I/O needs multiples of 4KiB.")
@@ -92,10 +125,20 @@ def bench_io(
         file_nbytes=parse_nbytes(file_size, key="--file-size"),
         cell_s=cell_seconds,
     )
+    links = [probe_links(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     health = None if probe.device is None else read_health(probe.device)
+    wear = forecast(
+        probe.path,
+        round(store.write_bytes_per_s),
+        1.0,
+        health=health,
+        rated_nbytes=None if rated_tbw is None else rated_nbytes_of_tbw(rated_tbw),
+    )
     result = {
         **probe.to_json(),
         "store": store.to_json(),
+        "links": [one.to_json() for one in links],
+        "endurance": wear.to_json(),
         "warning": filesystem_of(probe.path).warning,
         "drive": None
         if health is None
@@ -109,4 +152,4 @@ def bench_io(
     if json_:
         print_json(result)
     else:
-        _render(Console(), result, probe, store)
+        _render(Console(markup=False, highlight=False), result, probe, store, links)

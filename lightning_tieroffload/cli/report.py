@@ -11,6 +11,7 @@ from rich.console import Console
 
 from lightning_tieroffload.cli.options import print_json
 from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.io.endurance import rated_nbytes_of_tbw, with_rating
 from lightning_tieroffload.report import render_report
 
 __all__ = ["read_report", "report"]
@@ -40,9 +41,15 @@ def report(
     path: Annotated[Path, typer.Argument(help="report.json, or the directory that trace_path named.")],
     json_: Annotated[bool, typer.Option("--json", help="Print the report as it is.")] = False,
     plan: Annotated[bool, typer.Option(help="Show the plan too.")] = True,
+    rated_tbw: Annotated[
+        float | None,
+        typer.Option(min=0, help="Rated writes of the drive in terabytes (TBW), for how long it lasts at this rate."),
+    ] = None,
 ) -> None:
     """Show the report of a run: bytes moved, peak against budget, stalls, steps and the plan."""
     content = read_report(path)
+    if rated_tbw is not None:
+        content["endurance"] = with_rating(content.get("endurance") or {}, rated_nbytes_of_tbw(rated_tbw))
     if json_:
         print_json(content)
     else:

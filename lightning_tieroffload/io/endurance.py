@@ -6,15 +6,27 @@ that says nothing has no forecast, and that is said.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DriveHealth", "EnduranceForecast", "device_of", "forecast", "parse_health", "read_health"]
+__all__ = [
+    "DriveHealth",
+    "EnduranceForecast",
+    "EnduranceMeter",
+    "device_of",
+    "forecast",
+    "parse_health",
+    "rated_nbytes_of_tbw",
+    "read_health",
+    "with_rating",
+]
 
 _DATA_UNIT_NBYTES = 512_000  # NVMe: one "data unit" is 1000 sectors of 512 bytes
 _TOOL_TIMEOUT_S = 5.0
@@ -40,21 +52,34 @@ class DriveHealth:
 
 @dataclass(frozen=True, slots=True)
 class EnduranceForecast:
-    """What this run does to one path's drive. ``life_left_s`` is None where neither rating nor health is known."""
+    """What this run does to one path's drive. ``life_left_s`` is None where neither rating nor health is known.
+
+    ``drive_bytes_per_s`` is the run's rate over all paths on that drive, ``drive_written_nbytes`` what the drive has
+    taken in its whole life, as far as it says so.
+    """
 
     path: str
     device: str | None
     written_nbytes: int
     written_per_step_nbytes: float | None
-    write_bytes_per_s: float | None
+    drive_bytes_per_s: float | None
+    drive_written_nbytes: int | None
     rated_nbytes: int | None
     used_frac: float | None
     life_left_s: float | None
 
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "text": self.describe()}
+
     def describe(self) -> str:
         """One line for people."""
+        if not self.drive_bytes_per_s:
+            return f"{self.path}: nothing was written, so the drive does not wear."
         if self.life_left_s is None:
-            return f"{self.path}: life not known. Give the drive's rated writes (TBW), or install smartmontools."
+            return (
+                f"{self.path}: how long the drive lasts is not known. Give its rated writes (--rated-tbw), or install "
+                f"smartmontools and allow it to ask the drive."
+            )
         years = self.life_left_s / _YEAR_S
         left = f"{years:.1f} years" if years >= 1 else f"{self.life_left_s / 86400:.1f} days"
         return f"{self.path}: {left} of writing at this rate are left."
@@ -116,24 +141,98 @@ def forecast(
     num_steps: int = 0,
     health: DriveHealth | None = None,
     rated_nbytes: int | None = None,
+    on_drive_nbytes: int | None = None,
 ) -> EnduranceForecast:
     """Life left = (rated writes - writes so far, this run's included) / this run's rate. Pure arithmetic.
 
-    ``rated_nbytes`` (the data sheet's TBW) wins over what follows from the drive's own figures.
+    ``rated_nbytes`` (the data sheet's TBW) wins over what follows from the drive's own figures. ``on_drive_nbytes`` is
+    what this run wrote to the drive over all paths (None: only this one is on it).
     """
+    on_drive_nbytes = written_nbytes if on_drive_nbytes is None else on_drive_nbytes
     rated_nbytes = rated_nbytes if rated_nbytes is not None else (health.rated_nbytes if health else None)
-    rate = written_nbytes / elapsed_s if elapsed_s > 0 else None
-    life_left_s = None
-    if rated_nbytes is not None and rate:
-        before_nbytes = health.written_nbytes if health and health.written_nbytes is not None else written_nbytes
-        life_left_s = max(0.0, (rated_nbytes - before_nbytes) / rate)
+    rate = on_drive_nbytes / elapsed_s if elapsed_s > 0 else None
+    ever_nbytes = health.written_nbytes if health else None
     return EnduranceForecast(
         path=path,
         device=health.device if health else None,
         written_nbytes=written_nbytes,
         written_per_step_nbytes=written_nbytes / num_steps if num_steps else None,
-        write_bytes_per_s=rate,
+        drive_bytes_per_s=rate,
+        drive_written_nbytes=ever_nbytes,
         rated_nbytes=rated_nbytes,
         used_frac=health.used_frac if health else None,
-        life_left_s=life_left_s,
+        life_left_s=_life_left_s(rated_nbytes, on_drive_nbytes if ever_nbytes is None else ever_nbytes, rate),
     )
+
+
+def _life_left_s(rated_nbytes: int | None, ever_nbytes: int, rate: float | None) -> float | None:
+    return max(0.0, (rated_nbytes - ever_nbytes) / rate) if rated_nbytes is not None and rate else None
+
+
+def rated_nbytes_of_tbw(rated_tbw: float) -> int:
+    """A data sheet's TBW is decimal: 600 TBW are 600 · 10¹² bytes."""
+    return int(rated_tbw * 1e12)
+
+
+class EnduranceMeter:
+    """The ``endurance`` section of a run's report. Asks each drive for its health once, when first asked itself."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = tuple(paths)
+        self._device_by_path: dict[str, str | None] = {}
+        self._health_by_device: dict[str, DriveHealth] = {}
+        self._written_then: dict[str, int] = {}  # by device, when it was asked: what it says includes these
+
+    def report(
+        self, written_nbytes_by_path: Mapping[str, int], elapsed_s: float, num_steps: int
+    ) -> dict[str, dict[str, Any]]:
+        """By path, as JSON: bytes written in all and per step, and what the rate leaves of the drive's life."""
+        if not self._device_by_path:
+            self._device_by_path = {path: _device_or_none(path) for path in self._paths}
+        section = {}
+        for path in self._paths:
+            device = self._device_by_path[path]
+            same = [
+                other for other in self._paths if other == path or (device and self._device_by_path[other] == device)
+            ]
+            on_drive_nbytes = sum(written_nbytes_by_path.get(other, 0) for other in same)
+            health = None if device is None else self._health(device, on_drive_nbytes)
+            section[path] = forecast(
+                path,
+                written_nbytes_by_path.get(path, 0),
+                elapsed_s,
+                num_steps=num_steps,
+                health=health,
+                rated_nbytes=None if device is None else self._health_by_device[device].rated_nbytes,
+                on_drive_nbytes=on_drive_nbytes,
+            ).to_json()
+        return section
+
+    def _health(self, device: str, on_drive_nbytes: int) -> DriveHealth:
+        if device not in self._health_by_device:
+            self._health_by_device[device] = read_health(device)
+            self._written_then[device] = on_drive_nbytes
+        health = self._health_by_device[device]
+        if health.written_nbytes is None:
+            return health
+        since_nbytes = on_drive_nbytes - self._written_then[device]
+        return dataclasses.replace(health, written_nbytes=health.written_nbytes + since_nbytes)
+
+
+def _device_or_none(path: str) -> str | None:
+    try:
+        return device_of(path)
+    except OSError:  # removed meanwhile: a report must not fail for that
+        return None
+
+
+def with_rating(section: Mapping[str, Mapping[str, Any]], rated_nbytes: int) -> dict[str, dict[str, Any]]:
+    """The ``endurance`` section of a saved report, its lives from the data sheet's rating instead. Pure."""
+    names = [field.name for field in dataclasses.fields(EnduranceForecast)]
+    rated = {}
+    for path, entry in section.items():
+        one = EnduranceForecast(**{name: entry.get(name) for name in names})  # type: ignore[arg-type]
+        ever_nbytes = one.written_nbytes if one.drive_written_nbytes is None else one.drive_written_nbytes
+        life_left_s = _life_left_s(rated_nbytes, ever_nbytes or 0, one.drive_bytes_per_s)
+        rated[path] = dataclasses.replace(one, rated_nbytes=rated_nbytes, life_left_s=life_left_s).to_json()
+    return rated

@@ -9,8 +9,8 @@ makes it current: a failed or abandoned write leaves the old version valid, and 
 shard has no valid version on flash from `begin_write` to `commit`; reading it then is an error, never torn bytes.
 
 [Note: pieces] A shard is cut into pieces of ``block_nbytes``, piece i on path (start + i) mod n, so that one shard's
-transfer uses every disk. Each piece is one extent with its own checksum (xxh3, 64 bits, over the logical bytes), starts
-at a multiple of 4 KiB and is padded to one. Pieces of a shard on one path are contiguous.
+transfer uses every disk. Each piece is one extent with its own checksum (io/checksum.py, over the logical bytes). It
+starts at a multiple of 4 KiB and is padded to one. Pieces of a shard on one path are contiguous.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import xxhash
-
 from lightning_tieroffload.concepts import Extent
 from lightning_tieroffload.errors import CapacityError, ChecksumError, ConfigError, TierIOError
+from lightning_tieroffload.io.checksum import CHECKSUM_NAME, SLOW_CHECKSUM_REASON, checksum_of
 from lightning_tieroffload.io.direct_file import ALIGN_NBYTES, DirectFile, Filesystem
 from lightning_tieroffload.io.run_directory import RunDirectory, prepare_path, reclaim_dead_runs
 from lightning_tieroffload.memory.free_runs import FreeRuns
@@ -144,6 +143,8 @@ class ExtentStore:
         except BaseException:
             self.close()
             raise
+        if verify_reads and SLOW_CHECKSUM_REASON is not None:
+            _log.warning("%s", SLOW_CHECKSUM_REASON)
         if not self._paths:
             raise CapacityError("The NVMe tier has no directory. Set nvme_paths.")
 
@@ -229,7 +230,7 @@ class ExtentStore:
                                 [piece.extent.path, piece.extent.offset_nbytes, piece.extent.nbytes]
                                 for piece in place.pieces
                             ],
-                            "xxh3_64": place.checksums,
+                            CHECKSUM_NAME: place.checksums,
                         }
                         for place in stored.places
                     ],
@@ -513,7 +514,7 @@ class WriteVersion:
             raise ValueError(
                 f"{self._stored.name} piece {index} has {piece.extent.nbytes} bytes, {len(memory)} were given"
             )
-        place.checksums[index] = xxhash.xxh3_64_intdigest(memory) if self._store.verify_reads else None
+        place.checksums[index] = checksum_of(memory) if self._store.verify_reads else None
         file = self._store._paths[piece.path_index].file
         offset = piece.extent.offset_nbytes
         self._count(index, file.write(memory, offset, shard=self._stored.name, pad_tail=True))
@@ -583,11 +584,11 @@ class ReadVersion:
         expected = place.checksums[index]
         if not self._store.verify_reads or expected is None:
             return
-        found = xxhash.xxh3_64_intdigest(memory)
+        found = checksum_of(memory)
         if found != expected:
             raise ChecksumError(
                 f"{self._stored.name}: {format_nbytes(extent.nbytes)} read from offset {extent.offset_nbytes} of "
-                f"{extent.path} are not the bytes that were written there (xxh3 {found:016x}, written as "
+                f"{extent.path} are not the bytes that were written there ({CHECKSUM_NAME} {found:016x}, written as "
                 f"{expected:016x}). The disk, its driver or somebody else changed them: check the disk (smartctl, "
                 f"kernel log) and resume from the last checkpoint.",
                 path=extent.path,

@@ -17,8 +17,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-import aiofiles
-
 from lightning_tieroffload.concepts import Ticket
 from lightning_tieroffload.errors import TierIOError
 from lightning_tieroffload.io.extent_store import ExtentStore, Piece, ReadVersion, WriteVersion
@@ -210,6 +208,8 @@ class NvmeMover:
 
     def save_index(self, path: str) -> TransferTicket[None]:
         """Write the store's index to ``path`` as JSON, beside everything else that goes on."""
+
+        import aiofiles  # here: who never asks for the index does not need it
 
         async def save() -> None:
             executor = LaneExecutor(self._scheduler, _FILES_LANE, label=f"write {path}")

@@ -7,10 +7,12 @@ the yardstick for the store in the same run: disks of virtual machines drift, so
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import logging
+import math
 import mmap
 import os
 import statistics
@@ -23,6 +25,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lightning_tieroffload.errors import TierIOError
+from lightning_tieroffload.io.checksum import CHECKSUM_NAME
 from lightning_tieroffload.io.direct_file import DirectFile
 from lightning_tieroffload.io.endurance import device_of
 from lightning_tieroffload.io.extent_store import ExtentStore
@@ -31,16 +35,18 @@ from lightning_tieroffload.io.run_directory import RunDirectory, prepare_path, r
 from lightning_tieroffload.io.scheduler import Scheduler, TransferTicket
 from lightning_tieroffload.sizes import MiB, round_up
 
-__all__ = ["PathProbe", "ProbeRow", "StoreComparison", "choose_row", "compare_store", "probe_path"]
+__all__ = ["PathProbe", "ProbeRow", "StoreComparison", "choose_row", "compare_store", "probe_path", "threads_for"]
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _KEEP_S = 30 * 86400.0  # disks age, fill up and are exchanged
 _GOOD_ENOUGH_FRAC = 0.95
 _FILL_LIMIT_S = 3.0
+_THREADS_BESIDE_CALLS = 4
 
 Kind = Literal["read", "write", "mixed"]
+_KINDS: tuple[Kind, ...] = ("write", "read", "mixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +62,26 @@ class ProbeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathProbe:
-    """One path's table, and the row that the engine should use."""
+    """One path's table, and what the engine should use: the chosen row's block, and threads that keep its depth.
+
+    ``rows`` are a bare loop's rates, ``store_rows`` (where asked for) the extent store's, measured next to each other.
+    """
 
     path: str
     device: str | None
     filesystem: str
     mode: str
     rows: tuple[ProbeRow, ...]
+    store_rows: tuple[ProbeRow, ...]
     block_nbytes: int
+    depth: int
     io_threads: int
     measured_unix_s: float
     from_file: bool = False
 
     @property
     def chosen(self) -> ProbeRow:
-        return next(row for row in self.rows if (row.block_nbytes, row.depth) == (self.block_nbytes, self.io_threads))
+        return next(row for row in self.rows if (row.block_nbytes, row.depth) == (self.block_nbytes, self.depth))
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -78,26 +89,42 @@ class PathProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreComparison:
-    """The extent store, checksums and scheduler included, beside the bare loop at the same block, depth and bytes."""
+    """The extent store, checksums and scheduler included, beside a bare loop: same run, block, threads and bytes.
+
+    Medians of runs in turns.
+    """
 
     block_nbytes: int
-    depth: int
+    io_threads: int
     nbytes: int
+    num_rounds: int
+    checksum: str | None
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    mixed_bytes_per_s: float
     bare_read_bytes_per_s: float
     bare_write_bytes_per_s: float
-    store_read_bytes_per_s: float
-    store_write_bytes_per_s: float
+    bare_mixed_bytes_per_s: float
 
     @property
     def read_frac(self) -> float:
-        return self.store_read_bytes_per_s / self.bare_read_bytes_per_s
+        return self.read_bytes_per_s / self.bare_read_bytes_per_s
 
     @property
     def write_frac(self) -> float:
-        return self.store_write_bytes_per_s / self.bare_write_bytes_per_s
+        return self.write_bytes_per_s / self.bare_write_bytes_per_s
+
+    @property
+    def mixed_frac(self) -> float:
+        return self.mixed_bytes_per_s / self.bare_mixed_bytes_per_s
 
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "read_frac": self.read_frac, "write_frac": self.write_frac}
+        return {
+            **dataclasses.asdict(self),
+            "read_frac": self.read_frac,
+            "write_frac": self.write_frac,
+            "mixed_frac": self.mixed_frac,
+        }
 
 
 def choose_row(rows: Sequence[ProbeRow]) -> ProbeRow:
@@ -110,15 +137,29 @@ def choose_row(rows: Sequence[ProbeRow]) -> ProbeRow:
     return min(good, key=lambda row: (row.depth, row.block_nbytes))
 
 
+def threads_for(depth: int) -> int:
+    """Threads of a lane that keep ``depth`` calls to the disk under way. Pure.
+
+    A lane's thread is in a system call for most of its time and not for all of it: it hashes, and it waits for the
+    interpreter. Measured on two cores against a bare loop: 0.78-0.96 with ``depth`` threads, 0.93-1.0 with four more.
+    """
+    return depth + _THREADS_BESIDE_CALLS
+
+
 def _random_memory(nbytes: int) -> memoryview:
-    """Page-aligned bytes that do not compress, so that a clever disk cannot flatter itself."""
-    memory = memoryview(mmap.mmap(-1, nbytes))
+    """Page-aligned bytes, in huge pages as an arena's; they do not compress, so that no clever disk flatters itself."""
+    mapping = mmap.mmap(-1, nbytes)
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, AttributeError):  # no transparent huge pages in this kernel
+        pass
+    memory = memoryview(mapping)
     memory[:] = np.random.Generator(np.random.PCG64(nbytes)).bytes(nbytes)
     return memory
 
 
-def _run_threads(num_threads: int, work: Callable[[int], int]) -> tuple[int, float]:
-    """Bytes that ``work(index)`` moved in all threads together, and seconds from the common start to the last end."""
+def _run_threads(num_threads: int, work: Callable[[], int]) -> tuple[int, float]:
+    """Bytes that ``work()`` moved in all threads together, and seconds from the common start to the last end."""
     start = threading.Barrier(num_threads + 1)
     moved_nbytes = [0] * num_threads
     ended_s = [0.0] * num_threads
@@ -127,7 +168,7 @@ def _run_threads(num_threads: int, work: Callable[[int], int]) -> tuple[int, flo
     def body(index: int) -> None:
         start.wait()
         try:
-            moved_nbytes[index] = work(index)
+            moved_nbytes[index] = work()
         except BaseException as error:  # raised in the caller's thread below
             failures.append(error)
         ended_s[index] = time.perf_counter()
@@ -147,34 +188,109 @@ def _run_threads(num_threads: int, work: Callable[[int], int]) -> tuple[int, flo
     return sum(moved_nbytes), max(ended_s) - started_s
 
 
-def _measure(file: DirectFile, kind: Kind, block_nbytes: int, depth: int, region_nbytes: int, cell_s: float) -> float:
-    """Bytes per second of one cell of the table: every thread goes on until the time is up."""
-    num_blocks = max(1, region_nbytes // block_nbytes)
-    counter = itertools.count()
-    memories = [_random_memory(block_nbytes) for _ in range(depth)]
-    deadline_s = time.perf_counter() + cell_s
+class _Turns:
+    """Hands out 0, 1, 2, ... to any number of threads, so many of them or until a moment, then None."""
 
-    def work(index: int) -> int:
-        moved_nbytes = 0
-        turn = index
-        while True:
-            offset = next(counter) % num_blocks * block_nbytes
-            if kind == "read" or (kind == "mixed" and turn % 2 == 0):
-                file.read(memories[index], offset)
-            else:
-                file.write(memories[index], offset)
-            moved_nbytes += block_nbytes
-            if depth == 1:
-                turn += 1  # with one thread, a mixed load takes turns; else half of the threads read
-            if time.perf_counter() >= deadline_s:
-                return moved_nbytes
+    def __init__(self, num_turns: int | None = None, duration_s: float = math.inf) -> None:
+        self._counter = itertools.count()
+        self._num_turns = num_turns
+        self._deadline_s = time.perf_counter() + duration_s
 
-    moved_nbytes, elapsed_s = _run_threads(depth, work)
+    def take(self) -> int | None:
+        # At least one, however slow the start was: a rate needs something that was moved.
+        turn = next(self._counter)
+        if turn and (time.perf_counter() >= self._deadline_s or (self._num_turns or math.inf) <= turn):
+            return None
+        return turn
+
+
+def _verb(kind: Kind, turn: int) -> Literal["read", "write"]:
+    return kind if kind != "mixed" else ("read", "write")[turn % 2]
+
+
+def _run_bare(file: DirectFile, kind: Kind, memories: Sequence[memoryview], num_threads: int, turns: _Turns) -> float:
+    """Bytes per second of plain threads that read or write block after block of ``file``, and do nothing else."""
+    block_nbytes = len(memories[0])
+    num_blocks = max(1, os.fstat(file.fileno()).st_size // block_nbytes)
+
+    def work() -> int:
+        done_nbytes = 0
+        while (turn := turns.take()) is not None:
+            memory, offset = memories[turn % len(memories)], turn % num_blocks * block_nbytes
+            verb = _verb(kind, turn)
+            if file.mode == "buffered":  # bare calls would measure the page cache
+                getattr(file, verb)(memory, offset)
+            elif (
+                moved := (os.preadv if verb == "read" else os.pwritev)(file.fileno(), [memory], offset)
+            ) != block_nbytes:
+                raise TierIOError(f"{file.path}: a bare {verb} moved {moved} of {block_nbytes} bytes", path=file.path)
+            done_nbytes += block_nbytes
+        return done_nbytes
+
+    moved_nbytes, elapsed_s = _run_threads(num_threads, work)
     return moved_nbytes / elapsed_s
 
 
-def _fill(file: DirectFile, nbytes: int) -> int:
-    """Write the file once, so that reads come from the disk and not from unwritten extents; bytes written in time."""
+class _StoreRig:
+    """A store with shards that are written already, and the memory that is moved: for the rates of one block length."""
+
+    def __init__(self, path: str | os.PathLike[str], block_nbytes: int, nbytes: int, verify_reads: bool) -> None:
+        # Eight blocks a shard, and four shards' memory used in turn, keep the lanes busy.
+        num_shards = max(2, nbytes // (8 * block_nbytes))
+        shard_nbytes = round_up(max(block_nbytes, nbytes // num_shards), block_nbytes)
+        self.nbytes = num_shards * shard_nbytes
+        self.names = [f"shard {index}" for index in range(num_shards)]
+        self.memories = [_random_memory(shard_nbytes) for _ in range(min(num_shards, 4))]
+        self.block_memories = [
+            memory[start : start + block_nbytes]
+            for memory in self.memories
+            for start in range(0, shard_nbytes, block_nbytes)
+        ]
+        self.store = ExtentStore([path], block_nbytes=block_nbytes, verify_reads=verify_reads)
+        try:
+            self.store.reserve(dict.fromkeys(self.names, shard_nbytes))
+            for index, name in enumerate(self.names):  # first writes into unwritten extents are slower: not counted
+                self.store.write(name, self.memories[index % len(self.memories)])
+        except BaseException:
+            self.store.close()
+            raise
+
+    def __enter__(self) -> _StoreRig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
+    def run(self, kind: Kind, num_threads: int, turns: _Turns) -> float:
+        """Bytes per second of whole shards through lanes of ``num_threads``; of "mixed", half of them each way."""
+        lane_threads = -(-num_threads // 2) if kind == "mixed" else num_threads
+        with Scheduler(NvmeMover.lane_specs(1, io_threads=lane_threads), timeout_s=600) as scheduler:
+            scheduler.start()
+            mover = NvmeMover(scheduler, self.store)
+            tickets: list[TransferTicket[None]] = []
+            started_s = time.perf_counter()
+            while (turn := turns.take()) is not None:
+                # Wait for the shard that had this memory before, as an engine with staging blocks does.
+                if turn >= len(self.memories):
+                    tickets[turn - len(self.memories)].wait()
+                move = mover.read if _verb(kind, turn) == "read" else mover.write
+                tickets.append(move(self.names[turn % len(self.names)], self.memories[turn % len(self.memories)]))
+            scheduler.drain()
+            return len(tickets) * len(self.memories[0]) / (time.perf_counter() - started_s)
+
+
+def _row(block_nbytes: int, depth: int, rates: dict[Kind, float]) -> ProbeRow:
+    return ProbeRow(
+        block_nbytes=block_nbytes,
+        depth=depth,
+        read_bytes_per_s=rates["read"],
+        write_bytes_per_s=rates["write"],
+        mixed_bytes_per_s=rates["mixed"],
+    )
+
+
+def _fill(file: DirectFile, nbytes: int) -> None:
+    """Write the file once, so that reads come from the disk and not from unwritten extents; so much as time allows."""
     memory = _random_memory(16 * MiB)
     os.posix_fallocate(file.fileno(), 0, nbytes)
     deadline_s = time.perf_counter() + _FILL_LIMIT_S
@@ -185,7 +301,29 @@ def _fill(file: DirectFile, nbytes: int) -> int:
         done_nbytes += part_nbytes
         if time.perf_counter() > deadline_s and done_nbytes >= 64 * MiB:
             break
-    return done_nbytes
+    file.truncate(done_nbytes)
+
+
+def _measure_block(
+    file: DirectFile, block_nbytes: int, depths: Sequence[int], cell_s: float, store_path: str | None
+) -> tuple[list[ProbeRow], list[ProbeRow]]:
+    """The rows of one block length: the bare loop's, and next to each the store's if it has a path."""
+    rows, store_rows = [], []
+    with contextlib.ExitStack() as stack:
+        rig = None
+        if store_path is not None:
+            rig = stack.enter_context(_StoreRig(store_path, block_nbytes, os.fstat(file.fileno()).st_size, True))
+        memories = [_random_memory(block_nbytes) for _ in range(max(depths))] if rig is None else rig.block_memories
+        for depth in depths:
+            rates, store_rates = {}, {}
+            for kind in _KINDS:
+                rates[kind] = _run_bare(file, kind, memories, depth, _Turns(duration_s=cell_s))
+                if rig is not None:
+                    store_rates[kind] = rig.run(kind, depth, _Turns(duration_s=cell_s))
+            rows.append(_row(block_nbytes, depth, rates))
+            if rig is not None:
+                store_rows.append(_row(block_nbytes, depth, store_rates))
+    return rows, store_rows
 
 
 def probe_path(
@@ -197,9 +335,11 @@ def probe_path(
     cell_s: float = 0.15,
     cache_file: str | os.PathLike[str] | None = None,
     fresh: bool = False,
+    with_store: bool = False,
 ) -> PathProbe:
     """Measure one path (``len(block_nbytes) * len(depths) * 3 * cell_s`` seconds, and the first writing of the file).
 
+    ``with_store`` has the store measured beside each cell, for as long again; that is for people, and is not kept.
     With ``cache_file`` an earlier result for the same device and table is taken from there unless ``fresh``, and a new
     one is written there; a file that cannot be read or written does not matter.
     """
@@ -214,22 +354,13 @@ def probe_path(
             if kept is not None:
                 return kept
         with DirectFile(directory.add_file("data-0"), notice=directory.notice) as file:
-            region_nbytes = _fill(file, round_up(max(file_nbytes, 2 * max(block_nbytes)), MiB))
-            rows = []
+            _fill(file, round_up(max(file_nbytes, 2 * max(block_nbytes)), MiB))
+            rows: list[ProbeRow] = []
+            store_rows: list[ProbeRow] = []
             for block in block_nbytes:
-                for depth in depths:
-                    read, write, mixed = (
-                        _measure(file, kind, block, depth, region_nbytes, cell_s) for kind in ("read", "write", "mixed")
-                    )
-                    rows.append(
-                        ProbeRow(
-                            block_nbytes=block,
-                            depth=depth,
-                            read_bytes_per_s=read,
-                            write_bytes_per_s=write,
-                            mixed_bytes_per_s=mixed,
-                        )
-                    )
+                found, found_of_store = _measure_block(file, block, depths, cell_s, prepared if with_store else None)
+                rows.extend(found)
+                store_rows.extend(found_of_store)
             mode = file.mode
     finally:
         directory.close()
@@ -240,12 +371,14 @@ def probe_path(
         filesystem=directory.filesystem.name,
         mode=mode,
         rows=tuple(rows),
+        store_rows=tuple(store_rows),
         block_nbytes=chosen.block_nbytes,
-        io_threads=chosen.depth,
+        depth=chosen.depth,
+        io_threads=threads_for(chosen.depth),
         measured_unix_s=time.time(),
     )
     if cache_file is not None:
-        _keep(Path(cache_file), key, probe)
+        _keep(Path(cache_file), key, dataclasses.replace(probe, store_rows=()))
     return probe
 
 
@@ -258,7 +391,7 @@ def _read_kept(file: Path, key: str, path: str) -> PathProbe | None:
         if not 0 <= time.time() - kept["measured_unix_s"] < _KEEP_S:
             return None
         rows = tuple(ProbeRow(**row) for row in kept["rows"])
-        return PathProbe(**{**kept, "rows": rows, "path": path, "from_file": True})
+        return PathProbe(**{**kept, "rows": rows, "store_rows": (), "path": path, "from_file": True})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -284,65 +417,36 @@ def compare_store(
     path: str | os.PathLike[str],
     *,
     block_nbytes: int = 4 * MiB,
-    depth: int = 4,
+    io_threads: int = 8,
     nbytes: int = 256 * MiB,
     num_rounds: int = 3,
     verify_reads: bool = True,
 ) -> StoreComparison:
-    """Write and read ``nbytes`` through the store and through the bare loop, in turns; medians of ``num_rounds``."""
-    num_shards = max(1, nbytes // (8 * block_nbytes))
-    shard_nbytes = round_up(nbytes // num_shards, block_nbytes)
-    nbytes = num_shards * shard_nbytes
-    num_blocks = nbytes // block_nbytes
-    figures: dict[str, list[float]] = {"bare_read": [], "bare_write": [], "store_read": [], "store_write": []}
-    shards = {f"shard {index}": shard_nbytes for index in range(num_shards)}
-    # As many shards in memory as keep the lanes busy, used in turn: the store is measured and not the page allocator.
-    memories = [_random_memory(shard_nbytes) for _ in range(min(num_shards, 4))]
-    # The bare loop moves the same bytes from and to the same memory, so that no cache is warmer for it.
-    block_memories = [
-        memory[start : start + block_nbytes] for memory in memories for start in range(0, shard_nbytes, block_nbytes)
-    ]
-    with ExtentStore([path], block_nbytes=block_nbytes, verify_reads=verify_reads) as store:
-        store.reserve(shards)
-        bare = DirectFile(store._paths[0].directory.add_file("data-bare"), notice=store._paths[0].directory.notice)
-        lanes = NvmeMover.lane_specs(1, io_threads=depth)
-        with bare, Scheduler(lanes, timeout_s=600) as scheduler:
-            mover = NvmeMover(scheduler, store)
-            os.posix_fallocate(bare.fileno(), 0, nbytes)
+    """Move ``nbytes`` through the store and through the bare loop, in turns, each way and both; medians of the rounds.
 
-            def run_bare(verb: Literal["read", "write"]) -> float:
-                counter = itertools.count()
-
-                def work(_: int) -> int:
-                    moved_nbytes = 0
-                    while (block := next(counter)) < num_blocks:
-                        call = os.preadv if verb == "read" else os.pwritev
-                        memory = block_memories[block % len(block_memories)]
-                        moved_nbytes += call(bare.fileno(), [memory], block * block_nbytes)
-                    return moved_nbytes
-
-                moved_nbytes, elapsed_s = _run_threads(depth, work)
-                if moved_nbytes != nbytes:
-                    raise RuntimeError(f"the bare loop moved {moved_nbytes} of {nbytes} bytes")
-                return nbytes / elapsed_s
-
-            def run_store(verb: Literal["read", "write"]) -> float:
-                move = mover.read if verb == "read" else mover.write
-                tickets: list[TransferTicket[None]] = []
-                started_s = time.perf_counter()
-                for index, name in enumerate(shards):
-                    # Wait for the shard that had this memory before, as an engine with staging blocks does.
-                    if index >= len(memories):
-                        tickets[index - len(memories)].wait()
-                    tickets.append(move(name, memories[index % len(memories)]))
-                scheduler.drain()
-                return nbytes / (time.perf_counter() - started_s)
-
-            run_bare("write")  # first writes into unwritten extents are slower: not counted for either
-            run_store("write")
-            for _ in range(num_rounds):
-                for verb in ("write", "read"):
-                    figures[f"bare_{verb}"].append(run_bare(verb))
-                    figures[f"store_{verb}"].append(run_store(verb))
-    medians = {f"{name}_bytes_per_s": statistics.median(values) for name, values in figures.items()}
-    return StoreComparison(block_nbytes=block_nbytes, depth=depth, nbytes=nbytes, **medians)
+    Both have ``io_threads`` threads and the same memory.
+    """
+    prepared = prepare_path(path)
+    directory = RunDirectory(prepared, rank=0)
+    try:
+        with (
+            _StoreRig(prepared, block_nbytes, nbytes, verify_reads) as rig,
+            DirectFile(directory.add_file("data-bare"), notice=directory.notice) as bare,
+        ):
+            _fill(bare, rig.nbytes)
+            figures: dict[str, list[float]] = {}
+            for _, kind in itertools.product(range(num_rounds), _KINDS):
+                num_blocks = rig.nbytes // rig.store.block_nbytes
+                bare_rate = _run_bare(bare, kind, rig.block_memories, io_threads, _Turns(num_blocks))
+                figures.setdefault(f"bare_{kind}", []).append(bare_rate)
+                figures.setdefault(kind, []).append(rig.run(kind, io_threads, _Turns(len(rig.names))))
+    finally:
+        directory.close()
+    return StoreComparison(
+        block_nbytes=block_nbytes,
+        io_threads=io_threads,
+        nbytes=rig.nbytes,
+        num_rounds=num_rounds,
+        checksum=CHECKSUM_NAME if verify_reads else None,
+        **{f"{name}_bytes_per_s": statistics.median(rates) for name, rates in figures.items()},
+    )
