@@ -53,7 +53,8 @@ class _Saved:
         self.device, self.version, self.nbytes, self.place = tensor.device, tensor._version, nbytes, place
         self.block = block
         self.original = weakref.ref(tensor)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             self.counter = tensor.detach()
             self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.host: torch.Tensor
@@ -204,7 +205,7 @@ class ActivationStore:
     def _request(self, saved: _Saved) -> None:
         if saved.requested is None:
             saved.download.wait()
-            with torch.inference_mode(False):
+            with torch._C._InferenceMode(False):
                 saved.requested = torch.empty(saved.host.numel(), dtype=saved.dtype, device=saved.device)
             pairs: Pairs = [(saved.requested, saved.host)]
             saved.upload = self._streams.upload(pairs, "activation")

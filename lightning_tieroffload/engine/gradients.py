@@ -168,7 +168,8 @@ class Gradients:
     # ------------------------------------------------------------------------------------------------- p.grad
     def read(self, slot: ParamSlot) -> torch.Tensor | None:
         """``p.grad``: what the plain run would show. Brings a DRAM gradient to the device, where it then stays."""
-        with self._space.lock, torch.inference_mode(False), torch.no_grad():
+        with self._space.lock, torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             unit: UnitState = slot.unit
             record = unit.grads[slot.index]
             fresh = raw_grad(slot.param)
@@ -230,7 +231,8 @@ class Gradients:
 
     def zero(self, slots: Iterable[ParamSlot], *, set_to_none: bool) -> None:
         """``zero_grad`` for managed parameters."""
-        with self._space.lock, torch.no_grad():
+        with self._space.lock, torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             for slot in slots:
                 unit: UnitState = slot.unit
                 record = unit.grads[slot.index]

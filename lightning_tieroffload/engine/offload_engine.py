@@ -110,8 +110,18 @@ class _Core:
         self.engines: list[weakref.ref[OffloadEngine]] = []
         self.num_open = 0
 
-    def _submit_update(self, work: Callable[[], None], *, label: str, priority: int, after: Sequence[Any]) -> Any:
-        ticket = self.scheduler.submit(_UPDATE_LANE, work, label=label, priority=priority, after=after)
+    def _submit_update(
+        self,
+        work: Callable[[], None],
+        *,
+        label: str,
+        priority: int,
+        after: Sequence[Any],
+        announce: Callable[[Any], object],
+    ) -> Any:
+        ticket = self.scheduler.submit(
+            _UPDATE_LANE, work, label=label, priority=priority, after=after, announce=announce
+        )
         if self.space.no_overlap:
             ticket.wait()
         return ticket
@@ -257,7 +267,8 @@ class OffloadEngine:
         _refuse_spread(model, device)
         core = cls._core_for(config, device, sum(p.numel() * p.itemsize for p in model.parameters()))
         engine = cls(model, config, core)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             try:
                 engine._take(model)
             except BaseException:
@@ -502,7 +513,8 @@ class OffloadEngine:
         """``p.copy_(source)`` outside compute: the home is written, nothing is fetched."""
         self.updates.refuse_from_inside((slot,))
         self.space.check_process()
-        with self.space.lock, torch.inference_mode(False), torch.no_grad():
+        with self.space.lock, torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             self.space.settle_home(slot.unit, to_write=True)
             slot.unit.write_home(slot, source)
             self.space.order_home_write(slot.unit, [slot])
@@ -531,7 +543,8 @@ class OffloadEngine:
                 raw_data(slot.param).copy_(data)
                 torch.autograd.graph.increment_version(slot.param)
 
-            with torch.inference_mode(False), torch.no_grad():
+            with torch._C._InferenceMode(False):
+                torch._C._set_grad_enabled(False)
                 self.space.touch([slot.part], write)
             return
         self.updates.refuse_from_inside((slot,))
@@ -545,7 +558,8 @@ class OffloadEngine:
         snapshots = self._hooks.snapshots() if self._hooks.in_state_dict() else {}
         if slot in snapshots:
             return snapshots[slot]
-        with self.space.lock, torch.inference_mode(False), torch.no_grad():
+        with self.space.lock, torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             self.space.settle_home(slot.unit)
             result: torch.Tensor = slot.unit.read_home(slot).clone()  # strides and all
         snapshots[slot] = result
@@ -660,7 +674,8 @@ class OffloadEngine:
             if record.place is GradPlace.HOST:
                 host = self.gradients.host_value(slot).clone()
                 grad = host if grad is None else host.to(grad.device).add_(grad)  # one that had not left yet
-            with torch.inference_mode(False), torch.no_grad():
+            with torch._C._InferenceMode(False):
+                torch._C._set_grad_enabled(False)
                 values = unit.read_home(slot).clone()  # strides and all
             set_raw_grad(p, None)
             p.__class__ = nn.Parameter

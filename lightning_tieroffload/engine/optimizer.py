@@ -113,7 +113,7 @@ def host_param(slot: ParamSlot) -> nn.Parameter:
     """
     if slot.split is None and slot.host_param is not None:
         return slot.host_param
-    with torch.inference_mode(False):
+    with torch._C._InferenceMode(False):
         may_have_grad = slot.dtype.is_floating_point or slot.dtype.is_complex
         host = nn.Parameter(slot.unit.read_home(slot), requires_grad=may_have_grad)
     slot.host_param = host if slot.split is None else None
@@ -460,7 +460,7 @@ class Updates:
     """What ``step()`` orders, for one device space.
 
     Args:
-        submit: puts work on the update lane, ``submit(work, label=, priority=, after=) -> Ticket``.
+        submit: puts work on the update lane, ``submit(work, label=, priority=, after=, announce=) -> Ticket``.
         kernel: ``"torch"``, ``"numba"`` or ``"auto"`` (numba with an accelerator, torch without one: then the
             numbers are those of the plain run).
         find_kernel: ``(class, group, dtype) -> kernel or None``, see ``kernels.registry``.
@@ -513,7 +513,8 @@ class Updates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._space.lock, torch.no_grad():
+        with self._space.lock, torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             self._order_updates(raw, cls)
             self._wire.consider()
         self._note_step(raw)
@@ -577,7 +578,8 @@ class Updates:
             for copy in copies:
                 copy.wait()
             # Not under the inference mode of whoever waits for it: new state would be inference tensors for good.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch._C._InferenceMode(False):
+                torch._C._set_grad_enabled(False)
                 by_kernel: list[_Source] = []
                 by_torch: list[_Source] = []
                 for source in sources:
@@ -592,10 +594,14 @@ class Updates:
 
         if any(source.kernel is not None for source in sources) and self._pool is None and self._make_pool:
             self._pool = self._make_pool()
-        ticket = self._submit(work, label=f"update ({unit.name})", priority=priority, after=previous)
-        unit.update = ticket
-        for source in sources:
-            source.hand_over(ticket)
+
+        def announce(ticket: Ticket) -> None:
+            # Before the work can run: what Ctrl-C cuts off here is known to whoever waits, or was never submitted.
+            unit.update = ticket
+            for source in sources:
+                source.hand_over(ticket)
+
+        self._submit(work, label=f"update ({unit.name})", priority=priority, after=previous, announce=announce)
         self._space.refresh(unit)
 
     def _run_torch(
@@ -712,7 +718,8 @@ class Updates:
         shown: dict[int, tuple[ParamSlot, torch.Tensor]] = {}  # gradient blocks of ours, by address
 
         def to_hosts() -> None:
-            with self._space.lock, torch.no_grad():
+            with self._space.lock, torch._C._InferenceMode(False):
+                torch._C._set_grad_enabled(False)
                 for unit in {slot.unit: None for slot in slots}:
                     self._space.settle_home(unit, to_write=True)
                 for slot in slots:
@@ -723,7 +730,8 @@ class Updates:
 
         def from_hosts() -> None:
             self._stepping = None
-            with self._space.lock, torch.no_grad():
+            with self._space.lock, torch._C._InferenceMode(False):
+                torch._C._set_grad_enabled(False)
                 for slot in slots:
                     host, home = hosts[slot.param], slot.unit.read_home(slot)
                     if host.data_ptr() != home.data_ptr():  # the class did p.data = ...

@@ -74,7 +74,7 @@ def raw_data(p: torch.Tensor) -> torch.Tensor:
 
 def set_raw_data(p: torch.Tensor, data: torch.Tensor) -> None:
     # Under inference mode the assignment would make an inference tensor of the parameter for good.
-    with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+    with torch._C._InferenceMode(False), torch._C.DisableTorchFunctionSubclass():
         _DATA.__set__(p, data)
 
 

@@ -40,7 +40,7 @@ class _SavedView:
     def make(self) -> torch.Tensor:
         if self.dtype == self.part.dtype:
             return self.part.flat.as_strided(self.shape, self.stride, self.offset)
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):
             view = torch.empty(0, dtype=self.dtype, device=self.part.device)
             return view.set_(self.part.storage, self.offset, self.shape, self.stride)
 

@@ -59,7 +59,9 @@ LANDED: CopyTicket = _Landed()
 
 def _copy(pairs: Pairs) -> None:
     # Raw byte moves: no autograd, and no inference tensors when a validation loop happens to be on.
-    with torch.inference_mode(False), torch.no_grad():
+    # See [Note: modes and Ctrl-C].
+    with torch._C._InferenceMode(False):
+        torch._C._set_grad_enabled(False)
         for target, source in pairs:
             target.copy_(source)
 
@@ -186,7 +188,8 @@ class CudaStreams:
     def _enqueue(self, stream: torch.cuda.Stream, pairs: Pairs, label: str, kind: str) -> CopyTicket:
         with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
+            with torch.cuda.stream(stream), torch._C._InferenceMode(False):
+                torch._C._set_grad_enabled(False)
                 for target, source in pairs:
                     target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()

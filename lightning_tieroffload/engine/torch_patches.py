@@ -112,7 +112,8 @@ def _wrap_clip_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         listed = _as_list(parameters)
         if not any(_down(p) is not None for p in listed):
             return original(listed, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
-        with torch.no_grad():
+        with torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             items = _with_grad(listed)
             total = _total_norm(items, float(norm_type), error_if_nonfinite, foreach)
             _multiply(items, _clip_factor(float(max_norm), total))
@@ -130,7 +131,8 @@ def _wrap_clip_with_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         if not any(_down(p) is not None for p in listed):
             original(listed, max_norm, total_norm, foreach)
             return
-        with torch.no_grad():
+        with torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             _multiply(_with_grad(listed), _clip_factor(float(max_norm), total_norm))
 
     return clip_grads_with_norm_
@@ -141,7 +143,8 @@ def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
     def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
         listed = _as_list(parameters)
         rest = []
-        with torch.no_grad():
+        with torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             for p in listed:
                 slot = _down(p)
                 if slot is not None:
@@ -224,7 +227,8 @@ def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
         result: dict[torch.device, torch.Tensor] = original(self, _RestOnly(groups), inv_scale, found_inf, allow_fp16)
         device = found_inf.device
         host_found, host_inv = torch.zeros((), device="cpu"), inv_scale.detach().to("cpu", torch.float32)
-        with torch.no_grad():
+        with torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             for slot in down:
                 _gradients(slot).unscale(slot, host_inv, host_found)
             total = torch.maximum(result[device], host_found.to(device)) if device in result else host_found.to(device)

@@ -162,7 +162,7 @@ class Part:
         self.home_read: CopyTicket = LANDED
 
     def _new_storage(self) -> None:
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):
             self.flat = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
         self.storage = self.flat.untyped_storage()
         self.key = self.storage._cdata
@@ -196,7 +196,7 @@ class Part:
     def fresh_view(self, slot: ParamSlot) -> torch.Tensor:
         """The slot's tensor in this part as one that is no view for autograd (what a custom Function may return)."""
         offset = self.offsets[self.slots.index(slot)]
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):
             view = torch.empty(0, dtype=self.dtype, device=self.device)
             return view.set_(self.storage, offset, slot.shape, slot.stride)
 
@@ -216,7 +216,7 @@ class Part:
         self._num_own_refs -= num_refs
 
     def materialise(self, *, poison: bool) -> None:
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):
             self.storage.resize_(self.nbytes)
             if poison:
                 raw = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -236,7 +236,8 @@ class Part:
         block = arena.take(self.nbytes)
         self.home_arena = arena
         self.home_flat = block.tensor(self.dtype, (self.nbytes // self.dtype.itemsize,))
-        with torch.inference_mode(False), torch.no_grad():
+        with torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
             self.home_flat.zero_()  # the padding travels too
             for index, slot in enumerate(self.slots):
                 flat = block.tensor(slot.dtype, (slot.numel,), offset_nbytes=self.offsets[index] * self.dtype.itemsize)

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_tieroffload.io.ticket import TransferTicket
 
-__all__ = ["Lane", "LaneSpec", "Parking"]
+__all__ = ["Doorbell", "Lane", "LaneSpec"]
 
 _SCAN_LIMIT = 256  # queued works looked at for one of another owner when an owner has its share
 
@@ -49,38 +49,37 @@ class LaneSpec:
             raise ValueError(f"lane {self.name}: max_share_frac={self.max_share_frac} must be in (0, 1]")
 
 
-class Parking:
-    """Where one idle lane thread sleeps, and through which it is handed its next ticket.
+class Doorbell:
+    """Where the idle threads of one lane sleep; each ring wakes one of them, now or when it next goes to sleep.
 
     A POSIX semaphore called through ctypes, which lets go of the interpreter lock during the call. A `threading.Lock`
     wakes the thread while the waker holds the interpreter lock, so that the woken one waits for the switch interval:
     measured on two busy cores, 5 to 8 ms until it ran under a pure-Python loop in the waker, and 8 µs this way.
     """
 
-    __slots__ = ("_address", "_is_signalled", "_semaphore", "ticket")
+    __slots__ = ("_address", "_semaphore")
 
     def __init__(self) -> None:
         self._semaphore = ctypes.create_string_buffer(64)  # sem_t has 32 bytes at most
         self._address = ctypes.addressof(self._semaphore)
         _libc.sem_init(self._address, 0, 0)
-        self._is_signalled = False
-        self.ticket: TransferTicket[Any] | None = None
 
-    def wake(self) -> None:
-        self._is_signalled = True
+    def ring(self) -> None:
         _libc.sem_post(self._address)
 
-    def park(self) -> None:
-        while not self._is_signalled:  # a signal may interrupt sem_wait, and a count may be left from before
-            _libc.sem_wait(self._address)
-        self._is_signalled = False
+    def wait(self) -> None:
+        """Sleep until rung. A signal may end it early: look again at what there is to do."""
+        _libc.sem_wait(self._address)
 
 
 _Entry = tuple[tuple[int, int, int], int, TransferTicket[Any]]
 
 
 class Lane:
-    """The queue and the counts of one lane. No method blocks; every one is called under the scheduler's lock."""
+    """The queue and the counts of one lane. No method blocks; every one is called under the scheduler's lock.
+
+    ``inbox`` and ``bell`` are for any thread without the lock. [Note: submit from anywhere] in scheduler.py
+    """
 
     def __init__(self, spec: LaneSpec, timeout_s: float) -> None:
         self.spec = spec
@@ -92,9 +91,11 @@ class Lane:
         self.running_nbytes = 0
         self.num_running_by_owner: collections.Counter[str] = collections.Counter()
         self.max_running_per_owner = max(1, int(spec.max_share_frac * spec.concurrency))
-        self.idle: list[Parking] = []
+        self.inbox: collections.deque[TransferTicket[Any]] = collections.deque()
+        self.bell = Doorbell()
+        self.num_idle = 0
         self.num_threads = 0
-        self.num_starting = 0
+        self.thread_asked_s = 0.0  # when one more thread was asked for that has not been counted yet; else 0
         self.thread_index = itertools.count()
         self.num_done = 0
         self.done_nbytes = 0
@@ -141,11 +142,14 @@ class Lane:
         return bound_nbytes is None or not self.running or self.running_nbytes + ticket.nbytes <= bound_nbytes
 
     def _claim(self, ticket: TransferTicket[Any]) -> bool:
+        if not ticket._claim:
+            return False
+        self.running[ticket] = None  # before the claim goes: a queued ticket without one and not running is lost
         try:
             ticket._claim.pop()
         except IndexError:
+            del self.running[ticket]
             return False
-        self.running[ticket] = None
         self.running_nbytes += ticket.nbytes
         self.num_running_by_owner[ticket._owner] += 1
         return True
@@ -162,7 +166,8 @@ class Lane:
             self.done_nbytes += ticket.nbytes
 
     def num_queued(self) -> int:
-        return sum(1 for rank, _, ticket in list(self.heap) if ticket._claim and rank == ticket._rank)
+        queued = {ticket for rank, _, ticket in list(self.heap) if rank == ticket._rank}
+        return sum(1 for ticket in queued.union(tuple(self.inbox)) if ticket._claim)
 
     def describe(self) -> str:
         running = ", ".join(f"{ticket.label} {ticket._state()}" for ticket in list(self.running)[:4])

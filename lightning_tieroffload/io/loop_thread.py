@@ -10,18 +10,23 @@ last line.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import collections
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from lightning_tieroffload.errors import TierOffloadError
+from lightning_tieroffload.io.ticket import Latch
 
 __all__ = ["LoopThread"]
 
 _Finish = Callable[[Any, BaseException | None], None]
+_LOOK_S = 0.2  # while it waits for the end, `close` calls again this often: a call may have been cut short by Ctrl-C
 
 
 class LoopThread:
@@ -41,7 +46,8 @@ class LoopThread:
         self._inbox: collections.deque[tuple[Callable[[], Coroutine[Any, Any, Any]], _Finish]] = collections.deque()
         self._is_closing = False
         self._is_dead = False
-        self._ended = threading.Event()
+        self._ended = Latch()
+        self._finishes: set[_Finish] = set()  # of the tasks that have been started and have not ended
         self._wake: asyncio.Event | None = None
 
     @property
@@ -54,7 +60,10 @@ class LoopThread:
         return self._thread is not None and self._thread.is_alive() and not self._is_dead
 
     def start(self) -> None:
-        """Start the thread unless it runs already. Any thread; does not wait for the loop to be up."""
+        """Start the thread unless it runs already. Any thread; does not wait for the loop to be up.
+
+        Not for the main thread, which Ctrl-C may interrupt in the middle: `spawn` has another thread call it.
+        """
         if self._thread is None:
             with self._lock:
                 if self._thread is None and not self._is_closing:
@@ -68,11 +77,21 @@ class LoopThread:
         Any thread; never waits. A task that is still running at ``close`` is cancelled, and ``finish`` gets a
         ``TierOffloadError`` then, as it does when the loop is already gone.
         """
-        self.start()
         self._inbox.append((make, finish))
-        self._notify()
+        self.call()
         if self._is_dead or self._is_closing:
             self._refuse_inbox()
+
+    def call(self) -> None:
+        """Have the loop look at what was spawned. Does no harm if it is cut short by Ctrl-C or called too often."""
+        if self._inbox:
+            if self._thread is None:
+                _thread.start_new_thread(self.start, ())
+            self._notify()
+
+    def holds(self, finish: _Finish) -> bool:
+        """Whether ``finish`` is still going to be called. False for a `spawn` that was interrupted before it queued."""
+        return any(one is finish for _, one in tuple(self._inbox)) or finish in self._finishes
 
     def begin_close(self) -> None:
         """Have every task cancelled and the loop end. Does not wait; callable from a finaliser."""
@@ -82,12 +101,16 @@ class LoopThread:
     def close(self, timeout_s: float | None = None) -> bool:
         """Cancel every task, end the loop, join the thread. True when the thread has ended. Idempotent."""
         with self._lock:
-            self.begin_close()
+            self._is_closing = True
             thread = self._thread
+        self.begin_close()
         has_ended = thread is None
         if thread is not None and thread is not threading.current_thread():
             # Not by Thread.join: interrupted by Ctrl-C it takes the thread for ended (Python 3.11, bpo-45274).
-            has_ended = self._ended.wait(timeout_s)
+            deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+            while not has_ended and (left_s := deadline_s - time.monotonic()) > 0:
+                has_ended = self._ended.wait(min(left_s, _LOOK_S))
+                self._notify()
             if has_ended:
                 thread.join()
         self._refuse_inbox()
@@ -105,10 +128,10 @@ class LoopThread:
 
     def _refuse_inbox(self) -> None:
         while True:
-            try:
+            with self._lock:
+                if not self._inbox:
+                    return
                 _, finish = self._inbox.popleft()
-            except IndexError:
-                return
             finish(None, TierOffloadError(f"{self.name} has ended; the task was not run."))
 
     def _run(self) -> None:
@@ -130,15 +153,23 @@ class LoopThread:
         async with asyncio.TaskGroup() as group:
             tasks: set[asyncio.Task[None]] = set()
             while not self._is_closing:
-                while self._inbox:
-                    make, finish = self._inbox.popleft()
-                    task = group.create_task(self._one_task(make, finish))
+                while (next_one := self._take()) is not None:
+                    task = group.create_task(self._one_task(*next_one))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
                 await self._wake.wait()
                 self._wake.clear()
             for task in tasks:
                 task.cancel()
+
+    def _take(self) -> tuple[Callable[[], Coroutine[Any, Any, Any]], _Finish] | None:
+        with self._lock:
+            if not self._inbox:
+                return None
+            make, finish = self._inbox[0]
+            self._finishes.add(finish)  # before it leaves the inbox: `holds` sees it in one of them
+            self._inbox.popleft()
+            return make, finish
 
     async def _one_task(self, make: Callable[[], Coroutine[Any, Any, Any]], finish: _Finish) -> None:
         value: Any = None
@@ -151,3 +182,4 @@ class LoopThread:
         except BaseException as error:  # a failed task must not cancel its siblings: it is reported through `finish`
             failure = error
         finish(value, failure)
+        self._finishes.discard(finish)

@@ -9,9 +9,12 @@ runs coroutines that await tickets; it is not a stop on a work's way. Through th
 takes three thread hand-overs instead of one: measured on two busy cores, 4,000 instead of 40,000 works a second, 60
 instead of 10 µs for the submitting thread.
 
-[Note: submit from anywhere] Autograd threads, lane threads and finalisers submit. A finaliser may run in a thread that
-holds our lock (a collection starts anywhere), so entry points never block on it: they append to a deque, and whoever
-holds the lock serves the deque when it lets go.
+[Note: submit from anywhere] Autograd threads, lane threads and finalisers submit, and Ctrl-C strikes the main thread
+between any two calls. So all that a submit does is to append the ticket to its lane's inbox (one call: it has happened
+or not) and to ring the lane's bell. Everything else, the queue, its counts, starting threads, is done by threads that
+no signal interrupts, and no submit or wait takes their lock: a finaliser may run in a thread that holds it. A ring
+that was lost is made up for by the next submit, by whoever waits and by the watchdog. A ticket that is in no inbox and
+was never seen by a lane thread was not submitted: who waits for it waits for nothing.
 
 [Note: first error] The first exception of any work, callback or of the loop is kept, wakes every waiter, and is raised
 by every later `submit`, `wait` and `raise_pending_error`. Works that are queued already still run: they are other
@@ -24,9 +27,9 @@ and still writes. Memory may be freed when `ticket.done()`, or after `drain` or 
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import atexit
-import collections
 import concurrent.futures
 import functools
 import itertools
@@ -44,9 +47,9 @@ from typing import Any, TypeVar
 
 from lightning_tieroffload.concepts import Ticket, Transfer
 from lightning_tieroffload.errors import TierOffloadError, TransferTimeoutError, UnsupportedError
-from lightning_tieroffload.io.lane import Lane, LaneSpec, Parking
+from lightning_tieroffload.io.lane import Lane, LaneSpec
 from lightning_tieroffload.io.loop_thread import LoopThread
-from lightning_tieroffload.io.ticket import TransferTicket, WorkCancelledError
+from lightning_tieroffload.io.ticket import Latch, TransferTicket, WorkCancelledError
 from lightning_tieroffload.sizes import format_nbytes
 
 __all__ = ["LaneExecutor", "LaneMover", "LaneSpec", "Scheduler", "TransferTicket", "WorkCancelledError", "WorkRecord"]
@@ -55,7 +58,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _EXIT_WAIT_S = 4.0  # at interpreter exit: a stuck disk may not keep the process for longer
-_POLL_S = 0.5  # a parked waiter looks around this often, should a wake-up ever be lost
+_FIRST_LOOK_S, _POLL_S = 0.02, 0.5  # a parked waiter looks around then, and this often: a wake-up may have been lost
+_ASK_AGAIN_S = 0.1  # a thread that was asked for and has not come by then is asked for again
 _JOIN = "join"  # not a lane: what `when_all` gives is completed by the last of those it waits for
 
 
@@ -71,6 +75,12 @@ class WorkRecord:
     finished_s: float
     thread: str
     failed: bool
+
+
+class _Depth(threading.local):
+    """How many works, one inside the other, this thread is running in the seeded mode."""
+
+    value = 0
 
 
 class _Core:
@@ -96,15 +106,15 @@ class _Core:
         self.error_was_raised = False
         self._error_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._inbox: collections.deque[TransferTicket[Any]] = collections.deque()
-        self._to_wake: collections.deque[Parking] = collections.deque()
-        self._to_start: collections.deque[Lane] = collections.deque()
-        self._to_cancel: collections.deque[TransferTicket[Any]] = collections.deque()
-        self._unfinished: set[TransferTicket[Any]] = set()
+        self._unfinished: set[TransferTicket[Any]] = set()  # without those that are still in an inbox
+        # Who has taken a ticket from its queue to end it at once, and who has a coroutine half handed over to the loop.
+        # What is still here when the same thread waits was cut short. See `_end_if_lost`.
+        self._at_work: dict[TransferTicket[Any], int] = {}
+        self._spawning: dict[TransferTicket[Any], tuple[int, Callable[..., None]]] = {}
         self._parked: set[Callable[[object], None]] = set()
         # Each lane thread and what it sets as its last act. Waiting is not by Thread.join: interrupted by Ctrl-C, that
         # takes a running thread for ended (Python 3.11, bpo-45274).
-        self._threads: dict[threading.Thread, threading.Event] = {}
+        self._threads: dict[threading.Thread, Latch] = {}
         self._sequence = itertools.count()
         self._closing = False
         self._observer = observer
@@ -115,7 +125,8 @@ class _Core:
         self._rng = None if debug_seed is None else random.Random(debug_seed)
         self._debug_submit_run_frac = debug_submit_run_frac
         self._debug_ready: list[TransferTicket[Any]] = []
-        self._debug_depth = threading.local()
+        self._debug_taken: dict[TransferTicket[Any], int] = {}  # ticket to the thread that runs it
+        self._debug_depth = _Depth()
         self._exit_hook = functools.partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._exit_hook)
 
@@ -132,6 +143,7 @@ class _Core:
         after: Sequence[Ticket],
         owner: str | None,
         may_fail: bool,
+        announce: Callable[[TransferTicket[T]], object] | None,
     ) -> TransferTicket[T]:
         self.check_process()
         if self.pending_error is not None:
@@ -142,12 +154,10 @@ class _Core:
             raise ValueError(f"{label}: there is no lane {lane_name!r}; there are {', '.join(self.lanes)}")
         rank = (0 if urgent else 1, priority, next(self._sequence))
         ticket = TransferTicket(self, lane_name, work, label, nbytes=nbytes, rank=rank, owner=owner, may_fail=may_fail)
-        self._unfinished.add(ticket)
-        if after:
-            ticket._after = tuple(after)
-            self._advance(ticket)
-        else:
-            self._enqueue(ticket)
+        ticket._after = tuple(after)
+        if announce is not None:
+            announce(ticket)
+        self._enqueue(ticket)
         if self._rng is not None:
             self._debug_at_submit()
         return ticket
@@ -160,8 +170,11 @@ class _Core:
         ticket: TransferTicket[T] = TransferTicket(self, "loop", None, label, may_fail=may_fail)
         ticket._claim.clear()  # it is the loop's: it ends by `finish` and nothing else
         ticket._started_s = time.perf_counter()
+        finish = functools.partial(self._finish_coroutine, ticket)
+        self._spawning[ticket] = threading.get_ident(), finish
         self._unfinished.add(ticket)
-        self.loop_thread.spawn(make, functools.partial(self._finish_coroutine, ticket))
+        self.loop_thread.spawn(make, finish)
+        del self._spawning[ticket]
         return ticket
 
     def _finish_coroutine(self, ticket: TransferTicket[Any], value: Any, error: BaseException | None) -> None:
@@ -169,24 +182,48 @@ class _Core:
 
     def _advance(self, ticket: TransferTicket[Any], _: object = None) -> None:
         """Queue the ticket when all it waits for is complete; else come back when the next of them is."""
-        foreign = []
         is_join = ticket.lane == _JOIN
         for other in ticket._after:
             if not isinstance(other, TransferTicket):
-                foreign.append(other)  # has no callbacks (a copy's event): the lane thread waits for it
-            elif not other._done:
+                continue  # has no callbacks (a copy's event): the lane thread waits for it
+            if not other._done and not self._end_if_lost(other):
                 other.add_done_callback(functools.partial(self._advance, ticket))
                 return
-            elif other._error is not None and not is_join:
+            if other._error is not None and not is_join:
                 if self._pop_claim(ticket):
                     self._complete(ticket, None, other._error, is_news=False)
                 return
         if is_join:
             self._finish_join(ticket)
-            return
-        ticket._after = ()
-        ticket._foreign = tuple(foreign)
-        self._enqueue(ticket)
+        else:
+            self._enqueue(ticket)
+
+    def _end_if_lost(self, ticket: TransferTicket[Any]) -> bool:
+        """End a ticket that nobody will: Ctrl-C cut short who was about to queue, cancel or (seeded mode) run it.
+
+        Without an error: whoever made it has had his. Always False where a thread that goes on is at it.
+        """
+        me = threading.get_ident()
+        if ticket._claim:
+            # It is listed as unfinished before it leaves its inbox, so that is asked last too.
+            is_held = ticket in self._unfinished or any(ticket in tuple(lane.inbox) for lane in self.lanes.values())
+            is_lost = not (is_held or ticket in self._unfinished)
+        elif ticket in self._spawning:
+            thread, finish = self._spawning[ticket]
+            is_lost = thread == me and not self.loop_thread.holds(finish)
+        elif self._debug_taken.get(ticket) == me and not self._debug_depth.value:
+            is_lost = True
+            del self._debug_taken[ticket]
+            self.lanes[ticket.lane].finish(ticket, 0.0)
+        else:
+            is_running = ticket.lane in self.lanes and ticket in self.lanes[ticket.lane].running
+            is_lost = self._at_work.get(ticket) == me and not is_running
+        if not is_lost or ticket._done:
+            return False
+        self._spawning.pop(ticket, None)
+        ticket._claim.clear()
+        self._complete(ticket, None, None)
+        return True
 
     def when_all(
         self,
@@ -203,16 +240,19 @@ class _Core:
         ticket: TransferTicket[T] = TransferTicket(self, _JOIN, finish, label, nbytes=nbytes, may_fail=may_fail)
         ticket._otherwise = otherwise
         ticket._after = tuple(tickets)
-        self._unfinished.add(ticket)
-        self._advance(ticket)
+        pending = next((one for one in tickets if not one._done), None)
+        if pending is None:
+            self._advance(ticket)
+        else:
+            self._enqueue(ticket, self.lanes.get(pending.lane))
         return ticket
 
     def _finish_join(self, ticket: TransferTicket[Any]) -> None:
         """All it waits for has ended, so none of them touches memory any more, whether they went well or not."""
         error = next((other._error for other in ticket._after if other._error is not None), None)
-        ticket._after = ()
         if not self._pop_claim(ticket):
             return
+        ticket._after = ()
         value = None
         try:
             if error is None:
@@ -224,9 +264,34 @@ class _Core:
         ticket._otherwise = None
         self._complete(ticket, value, error, is_news=not isinstance(error, WorkCancelledError))
 
-    def _enqueue(self, ticket: TransferTicket[Any]) -> None:
-        self._inbox.append(ticket)
-        self._pump()
+    def _enqueue(self, ticket: TransferTicket[Any], lane: Lane | None = None) -> None:
+        """Hand a ticket to its lane's threads; one that has no lane, to those of ``lane`` or of any."""
+        lane = self.lanes.get(ticket.lane) or lane or next(iter(self.lanes.values()))
+        lane.inbox.append(ticket)  # until here it was never submitted, from here on it is
+        self._call(lane)
+        if self._closing:  # it began after we looked
+            self._serve_aside([ticket])
+
+    def _call(self, lane: Lane) -> None:
+        """Have a thread of the lane look at what there is to do. Does no harm if it is cut short or called too often.
+
+        A thread counts itself as idle before it looks for the last time, and we queue before we ask whether one is.
+        """
+        if lane.num_idle:
+            lane.bell.ring()
+        elif lane.num_threads < lane.spec.concurrency and self._rng is None and not self._closing:
+            self._ask_for_thread(lane, lane.num_threads + 1)
+
+    def _ask_for_thread(self, lane: Lane, num_wanted: int) -> None:
+        now_s = time.monotonic()
+        if now_s - lane.thread_asked_s < _ASK_AGAIN_S:
+            return
+        lane.thread_asked_s = now_s
+        try:
+            # By a thread: `Thread.start` is no single step, and Ctrl-C may strike the main thread in it.
+            _thread.start_new_thread(self._start_threads, (lane, num_wanted))
+        except RuntimeError as error:
+            self._refuse_thread(lane, error)
 
     def expedite(self, ticket: TransferTicket[Any]) -> None:
         if ticket._done or ticket._rank[0] == 0:
@@ -248,107 +313,105 @@ class _Core:
         self._complete(ticket, None, error, is_news=False)
         return True
 
-    @staticmethod
-    def _pop_claim(ticket: TransferTicket[Any]) -> bool:
+    def _pop_claim(self, ticket: TransferTicket[Any]) -> bool:
+        """Take the ticket, to complete it at once."""
+        if not ticket._claim:
+            return False
+        self._at_work[ticket] = threading.get_ident()  # first: see `_end_if_lost`
         try:
             ticket._claim.pop()
         except IndexError:
+            self._at_work.pop(ticket, None)
             return False
         return True
 
-    def _pump(self) -> None:
-        """Serve the inbox unless somebody holds the lock: the holder does it then. [Note: submit from anywhere]"""
-        while self._inbox and self._lock.acquire(blocking=False):
-            try:
-                self._drain_locked()
-            finally:
-                self._lock.release()
-        self._settle()
-
-    def _drain_locked(self) -> None:
-        touched = []
-        while self._inbox:
-            ticket = self._inbox.popleft()
-            if self._closing:
-                self._to_cancel.append(ticket)
+    def _serve_locked(self, lane: Lane) -> list[TransferTicket[Any]]:
+        """Queue what is in the lane's inbox. Returns what has to be advanced or cancelled without the lock."""
+        aside = []
+        while lane.inbox:
+            ticket = lane.inbox[0]
+            self._unfinished.add(ticket)  # before it leaves the inbox: whoever looks finds it in one of them
+            if ticket._done:
+                self._unfinished.discard(ticket)
+            elif self._closing or not self._is_ready(ticket):
+                aside.append(ticket)
             elif self._rng is not None:
                 self._debug_ready.append(ticket)
             else:
-                lane = self.lanes[ticket.lane]
                 lane.push(ticket)
-                touched.append(lane)
-        for lane in touched:
-            self._dispatch_locked(lane)
+            lane.inbox.popleft()
+        return aside
 
-    def _dispatch_locked(self, lane: Lane) -> None:
-        while lane.heap and lane.idle:
-            ticket = lane.choose()
-            if ticket is None:
-                return
-            parking = lane.idle.pop()
-            parking.ticket = ticket
-            self._to_wake.append(parking)
-        while lane.num_threads < lane.spec.concurrency and lane.num_starting < len(lane.heap):
-            lane.num_threads += 1
-            lane.num_starting += 1
-            self._to_start.append(lane)
+    @staticmethod
+    def _is_ready(ticket: TransferTicket[Any]) -> bool:
+        """Whether nothing that has callbacks is to be waited for; what has none is the lane thread's to wait for."""
+        if ticket.lane == _JOIN:
+            return False
+        if ticket._after:
+            mine = [other for other in ticket._after if isinstance(other, TransferTicket)]
+            if not all(other._done and other._error is None for other in mine):
+                return False
+            ticket._foreign = tuple(other for other in ticket._after if not isinstance(other, TransferTicket))
+            ticket._after = ()
+        return True
 
-    def _settle(self) -> None:
-        """What must not happen under the lock: waking and starting threads, completing what was cancelled."""
-        while self._to_wake:
-            try:
-                parking = self._to_wake.popleft()
-            except IndexError:
-                break
-            parking.wake()
-        while self._to_start:
-            try:
-                lane = self._to_start.popleft()
-            except IndexError:
-                break
-            self._start_lane_thread(lane)
-        while self._to_cancel:
-            try:
-                ticket = self._to_cancel.popleft()
-            except IndexError:
-                break
-            self.cancel(ticket)
+    def _serve_aside(self, aside: list[TransferTicket[Any]]) -> None:
+        for ticket in aside:
+            if self._closing:
+                self.cancel(ticket)
+            if not self._closing or ticket.lane == _JOIN:
+                self._advance(ticket)
 
-    def _start_lane_thread(self, lane: Lane) -> None:
+    def _start_threads(self, lane: Lane, num_wanted: int) -> None:
+        """Runs in a thread of its own: start lane threads until there are ``num_wanted``."""
         self.supervise()
-        thread = threading.Thread(
-            target=self._lane_thread_guarded,
-            args=(lane,),
-            name=f"{self.name}-{lane.spec.name}-{next(lane.thread_index)}",
-            daemon=True,
-        )
-        self._threads[thread] = threading.Event()
-        try:
-            thread.start()
-        except RuntimeError as error:  # the limit on threads, or the interpreter is going down
+        while True:
+            with self._lock:
+                is_wanted = lane.num_threads < num_wanted
+                lane.num_threads += is_wanted
+            lane.thread_asked_s = 0.0
+            if not is_wanted:
+                return
+            thread = threading.Thread(
+                target=self._lane_thread_guarded,
+                args=(lane,),
+                name=f"{self.name}-{lane.spec.name}-{next(lane.thread_index)}",
+                daemon=True,
+            )
+            self._threads[thread] = Latch()  # listed, then asks whether we close: `close` does it the other way round
+            failure = None
+            try:
+                if not self._closing:
+                    thread.start()
+                    continue
+            except RuntimeError as error:
+                failure = error
             del self._threads[thread]
             with self._lock:
                 lane.num_threads -= 1
-                lane.num_starting -= 1
-            failure = TierOffloadError(
-                f"lane {lane.spec.name}: a thread could not be started ({error}). "
-                f"Raise the limit on processes (ulimit -u), or lower io_threads."
-            )
-            failure.__cause__ = error
-            self.record_error(failure)
+            if failure is not None:
+                self._refuse_thread(lane, failure)
+            return
+
+    def _refuse_thread(self, lane: Lane, error: RuntimeError) -> None:
+        # The limit on threads, or the interpreter is going down.
+        failure = TierOffloadError(
+            f"lane {lane.spec.name}: a thread could not be started ({error}). "
+            f"Raise the limit on processes (ulimit -u), or lower io_threads."
+        )
+        failure.__cause__ = error
+        self.record_error(failure)
 
     def start_threads(self) -> None:
         self.check_process()
         self.raise_pending_error()
-        if self._rng is not None or self._closing:
+        if self._rng is not None:
             return
-        with self._lock:
-            for lane in self.lanes.values():
-                while lane.num_threads < lane.spec.concurrency:
-                    lane.num_threads += 1
-                    lane.num_starting += 1
-                    self._to_start.append(lane)
-        self._settle()
+        for lane in self.lanes.values():
+            while lane.num_threads < lane.spec.concurrency and not self._closing:
+                self._ask_for_thread(lane, lane.spec.concurrency)
+                self.raise_pending_error()
+                time.sleep(0.0005)
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -363,37 +426,32 @@ class _Core:
             self._threads[threading.current_thread()].set()
 
     def _lane_thread(self, lane: Lane) -> None:
-        parking = Parking()
         ticket: TransferTicket[Any] | None = None
-        is_new = True
+        is_idle = False
         busy_s = 0.0
         while True:
             with self._lock:
-                if is_new:
-                    lane.num_starting -= 1
-                    is_new = False
+                lane.num_idle -= is_idle
                 if ticket is not None:
                     lane.finish(ticket, busy_s)
-                self._drain_locked()
+                aside = self._serve_locked(lane)
                 ticket = lane.choose()
-                is_last = ticket is None and self._closing
+                is_idle = ticket is None and not aside
+                is_last = is_idle and self._closing
                 if is_last:
                     lane.num_threads -= 1
-                elif ticket is None:
-                    lane.idle.append(parking)
-                elif lane.heap:
-                    self._dispatch_locked(lane)  # the bound on bytes may let several small works in at once
-            self._pump()
+                    is_idle = False
+                lane.num_idle += is_idle
+                has_more = bool(lane.heap)
+            self._serve_aside(aside)
             if is_last:
                 return
-            if ticket is None:
-                if self._closing:  # it began after we looked and may have missed us
-                    self._wake_idle()
-                parking.park()
-                ticket, parking.ticket = parking.ticket, None
-                if ticket is None:
-                    continue  # woken to see that the scheduler closes
-            busy_s = self._run(ticket)
+            if ticket is not None:
+                if has_more:
+                    self._call(lane)  # the bound on bytes may let several small works in at once
+                busy_s = self._run(ticket)
+            elif is_idle and not lane.inbox and not self._closing:  # who queues or closes now sees us idle, and rings
+                lane.bell.wait()
 
     def _run(self, ticket: TransferTicket[Any]) -> float:
         """Run a claimed ticket's work in this thread; seconds it took."""
@@ -437,6 +495,7 @@ class _Core:
             self.record_error(error)
         ticket._done = True
         self._unfinished.discard(ticket)
+        self._at_work.pop(ticket, None)
         ticket._run_callbacks()
 
     # --- waiting ----------------------------------------------------------------------------------------------------
@@ -454,6 +513,7 @@ class _Core:
         if ticket._done:
             return
         started_s = time.monotonic()
+        look_s = _FIRST_LOOK_S
         sleeper = threading.Lock()  # its timed acquire is interrupted by Ctrl-C in the main thread
         sleeper.acquire()
 
@@ -470,17 +530,47 @@ class _Core:
         try:
             while not ticket._done and not (ends_on_error and self.pending_error is not None):
                 waited_s = time.monotonic() - started_s
+                if waited_s >= look_s:
+                    look_s += _POLL_S
+                    self._look_after(ticket)
+                    continue
                 if waited_s >= timeout_s:
                     if timeout_s >= self.timeout_s:  # not so for a caller that only looks in now and then
                         self._had_timeout = True
                     raise TransferTimeoutError(self._timeout_message(ticket, waited_s))
-                sleeper.acquire(timeout=min(_POLL_S, timeout_s - waited_s))
+                sleeper.acquire(timeout=max(0.0, min(look_s, timeout_s) - waited_s))
         finally:
             self._parked.discard(wake)
             try:
                 ticket._callbacks.remove(wake)
             except (ValueError, IndexError):
                 pass  # it was called, or others are being called right now; a late call does no harm
+
+    def _look_after(self, ticket: TransferTicket[Any]) -> None:
+        """Make up for what Ctrl-C may have cut short on the way of the ticket and of those that it waits for."""
+        self._call_all()
+        for each in (ticket, *self._pending()):
+            self._end_if_lost(each)
+            if each._claim and each._after and all(other.done() for other in each._after):
+                self._advance(each)  # the callback that was to do it
+        while self._rng is not None and self._debug_run_one():
+            pass
+
+    def _call_all(self) -> None:
+        """Wherever something is queued, have a thread look: the call that was due may have been cut short."""
+        for lane in self.lanes.values():
+            if lane.inbox or lane.heap:
+                self._call(lane)
+        self.loop_thread.call()
+
+    def _pending(self) -> list[TransferTicket[Any]]:
+        # The inboxes are read first: see `_serve_locked`.
+        queued = [ticket for lane in self.lanes.values() for ticket in tuple(lane.inbox)]
+        pending = [*self._unfinished, *queued]
+        for ticket in pending:
+            if ticket._done:
+                self._unfinished.discard(ticket)
+        return [ticket for ticket in pending if not ticket._done]
 
     def _timeout_message(self, ticket: TransferTicket[Any], waited_s: float) -> str:
         size = f" ({format_nbytes(ticket.nbytes)})" if ticket.nbytes else ""
@@ -502,8 +592,8 @@ class _Core:
             while self._debug_run_one():
                 pass
         deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        while self._unfinished:
-            for ticket in list(self._unfinished):
+        while pending := self._pending():
+            for ticket in pending:
                 self._park(ticket, max(0.0, deadline_s - time.monotonic()), ends_on_error=False)
         self.raise_pending_error()
 
@@ -551,8 +641,11 @@ class _Core:
 
     def supervise(self) -> None:
         """Start the loop and its watchdog, once."""
-        if not self._supervised and self._rng is None and not self._closing:
-            self._supervised = True
+        with self._lock:
+            is_first = not self._supervised and self._rng is None and not self._closing
+            self._supervised = self._supervised or is_first
+        if is_first:
+            self.loop_thread.start()
             self.loop_thread.spawn(self._watchdog, self._watchdog_ended)
 
     def _watchdog_ended(self, _: object, error: BaseException | None) -> None:
@@ -567,6 +660,7 @@ class _Core:
             return
         while True:
             await asyncio.sleep(min(1.0, min(limits_s) / 4))
+            self._call_all()
             now_s = time.perf_counter()
             for lane in self.lanes.values():
                 for ticket in list(lane.running):
@@ -579,41 +673,51 @@ class _Core:
     # --- the seeded mode --------------------------------------------------------------------------------------------
 
     def _debug_at_submit(self) -> None:
-        depth = getattr(self._debug_depth, "value", 0)
         with self._lock:
             rng = self._rng
             is_drawn = rng is not None and rng.random() < self._debug_submit_run_frac
-        self._pump()
-        if is_drawn and depth < 4:
+        if is_drawn and self._debug_depth.value < 4:
             self._debug_run_one()
+
+    def _debug_serve(self) -> None:
+        while any(lane.inbox for lane in self.lanes.values()):
+            for lane in self.lanes.values():
+                with self._lock:
+                    aside = self._serve_locked(lane)
+                self._serve_aside(aside)
 
     def _debug_run_one(self) -> bool:
         """Run a random ready work in this thread. False when none is ready."""
         while True:
+            self._debug_serve()
             with self._lock:
-                self._drain_locked()
                 if self._rng is None or not self._debug_ready:
-                    ticket = None
-                else:
-                    index = self._rng.randrange(len(self._debug_ready))
-                    ready = self._debug_ready
-                    ready[index], ready[-1] = ready[-1], ready[index]
-                    ticket = ready.pop()
-                    if not self.lanes[ticket.lane]._claim(ticket):
-                        continue
-            self._pump()
-            if ticket is None:
-                return False
-            depth = getattr(self._debug_depth, "value", 0)
-            self._debug_depth.value = depth + 1
-            try:
-                busy_s = self._run(ticket)
-            finally:
-                self._debug_depth.value = depth
-            with self._lock:
+                    return False
+                index = self._rng.randrange(len(self._debug_ready))
+                ready = self._debug_ready
+                ready[index], ready[-1] = ready[-1], ready[index]
+                ticket = ready[-1]
+                if not ticket._claim:
+                    ready.pop()
+                    continue
+                self._debug_taken[ticket] = threading.get_ident()
+                is_mine = self.lanes[ticket.lane]._claim(ticket)
+                if not is_mine:
+                    del self._debug_taken[ticket]
+                ready.pop()
+            if is_mine:
+                break
+        depth = self._debug_depth.value
+        self._debug_depth.value = depth + 1
+        try:
+            busy_s = self._run(ticket)
+        finally:
+            self._debug_depth.value = depth
+        with self._lock:
+            if self._debug_taken.pop(ticket, None) is not None:
                 self.lanes[ticket.lane].finish(ticket, busy_s)
-            self._pump()
-            return True
+        self._debug_serve()
+        return True
 
     def debug_finish(self, ticket: TransferTicket[Any]) -> None:
         """In the seeded mode: run random ready works until this one is done. Elsewhere: nothing."""
@@ -623,6 +727,9 @@ class _Core:
             if self._debug_run_one():
                 continue
             if ticket._done or self.pending_error is not None:
+                return
+            self._look_after(ticket)
+            if ticket._done:
                 return
             if ticket._started_s or any(other._started_s for other in list(self._unfinished)):
                 return  # another thread or a coroutine is at it: wait as usual
@@ -639,23 +746,14 @@ class _Core:
             return
         self._closing = True
         atexit.unregister(self._exit_hook)
-        for ticket in list(self._unfinished):
-            self.cancel(ticket)
-        self._wake_idle()
+        self._serve_aside(self._pending())
+        self._ring_all()
         self.loop_thread.begin_close()
 
-    def _wake_idle(self) -> None:
-        while self._lock.acquire(blocking=False):
-            try:
-                self._drain_locked()
-                for lane in self.lanes.values():
-                    self._to_wake.extend(lane.idle)
-                    lane.idle.clear()
-            finally:
-                self._lock.release()
-            self._settle()
-            if not self._inbox:
-                return
+    def _ring_all(self) -> None:
+        for lane in self.lanes.values():
+            for _ in range(lane.num_idle):
+                lane.bell.ring()
 
     def close(self, timeout_s: float | None) -> None:
         if os.getpid() != self.pid:
@@ -669,19 +767,18 @@ class _Core:
         stuck: list[str] = []
         if not self.loop_thread.close(max(0.0, deadline_s - time.monotonic())) and me.ident != self.loop_thread.ident:
             stuck.append(self.loop_thread.name)
-        while True:
-            left = [(thread, ended) for thread, ended in list(self._threads.items()) if thread is not me]
-            if not left:
-                break
+        while left := [(thread, ended) for thread, ended in list(self._threads.items()) if thread is not me]:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 stuck.extend(thread.name for thread, _ in left)
                 break
-            self._wake_idle()  # one may have gone to sleep between begin_close and now
+            self._ring_all()  # one may have gone to sleep between begin_close and now
             thread, ended = left[0]
             if ended.wait(min(left_s, _POLL_S)):
                 thread.join()
                 self._threads.pop(thread, None)
+        for ticket in self._pending():
+            self._end_if_lost(ticket)
         if self.pending_error is not None and not self.error_was_raised:
             self.raise_pending_error()
         if stuck:
@@ -749,7 +846,6 @@ class Scheduler:
 
     def start(self) -> None:
         """Start the loop and every lane's threads now, so that the first step does not pay for it. Optional."""
-        self._core.supervise()
         self._core.start_threads()
 
     def submit(
@@ -764,6 +860,7 @@ class Scheduler:
         after: Sequence[Ticket] = (),
         owner: str | None = None,
         may_fail: bool = False,
+        announce: Callable[[TransferTicket[T]], object] | None = None,
     ) -> TransferTicket[T]:
         """Queue ``work`` on ``lane`` and return at once. Any thread; a lane's own, autograd's and finalisers too.
 
@@ -771,8 +868,10 @@ class Scheduler:
         ready when every ticket of ``after`` is complete and fails with the error of one that failed. ``label`` names
         shard, operation and file in errors. ``owner`` (default: the label) is who `LaneSpec.max_share_frac` counts
         for. With ``may_fail`` an error stays with this ticket and what comes after it. [Note: first error]
+        ``announce`` is called with the ticket before it is queued, for who must know of every work that may run: Ctrl-C
+        can keep what ``submit`` returns from arriving.
         """
-        return self._core.submit(lane, work, label, priority, nbytes, urgent, after, owner, may_fail)
+        return self._core.submit(lane, work, label, priority, nbytes, urgent, after, owner, may_fail, announce)
 
     def spawn(
         self, make: Callable[[], Coroutine[Any, Any, T]], *, label: str, may_fail: bool = False

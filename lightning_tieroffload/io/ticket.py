@@ -14,9 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from lightning_tieroffload.errors import TierOffloadError
 
-__all__ = ["TicketKeeper", "TransferTicket", "WorkCancelledError"]
+__all__ = ["Latch", "TicketKeeper", "TransferTicket", "WorkCancelledError"]
 
 T = TypeVar("T")
+_LOOK_S = 0.1
 
 
 class TicketKeeper(Protocol):
@@ -31,6 +32,39 @@ class TicketKeeper(Protocol):
     def wait_for(self, ticket: TransferTicket[Any], timeout_s: float | None) -> None: ...
 
     def debug_finish(self, ticket: TransferTicket[Any]) -> None: ...
+
+
+class Latch:
+    """Something that happens once, for threads that Ctrl-C may interrupt.
+
+    `threading.Event` is not: a signal between its lock's acquisition and its ``with`` leaves that lock held for good.
+    Here the flag is the truth and the lock a wake-up that may be lost without harm.
+    """
+
+    __slots__ = ("_lock", "is_set")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        self.is_set = True
+        try:
+            self._lock.release()
+        except RuntimeError:
+            return  # set before
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has happened, after at most ``timeout_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.is_set:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            if self._lock.acquire(timeout=min(left_s, _LOOK_S)):
+                self.set()  # for whoever else waits
+        return True
 
 
 class WorkCancelledError(TierOffloadError):
@@ -101,7 +135,8 @@ class TransferTicket(Generic[T]):
         """Block until complete and return what the work returned. Any thread but the scheduler's loop.
 
         Raises the scheduler's first error, this work's error, or ``TransferTimeoutError`` after ``timeout_s`` (None:
-        the scheduler's). [Note: an error is not an end]
+        the scheduler's). [Note: an error is not an end] Of a ticket whose `submit` was interrupted before the work was
+        queued there is nothing to wait for: None.
         """
         if not self._done:
             self._core.wait_for(self, timeout_s)
