@@ -284,7 +284,7 @@ def test_pairwise(index: int) -> None:
         Variant(POISON, prefetch=prefetch, budget="starved"),
         Variant(SLOW, prefetch=prefetch, seed=index, every_look=False, budget="tight"),
     ]
-    check(script.build, script, variants, seed=index, activations=("keep", "offload")[index // 3 % 2])
+    check(script.build, script, variants, seed=index, activations=("keep", "offload", "recompute")[index // 3 % 3])
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def test_random_rows(seed: int) -> None:
         )
         for _ in range(4)
     ]
-    check(script.build, script, variants, seed=seed, activations=draw.choice(("keep", "offload")))
+    check(script.build, script, variants, seed=seed, activations=draw.choice(("keep", "offload", "recompute")))
 
 
 def test_a_run_of_tens_of_steps_with_everything_on() -> None:

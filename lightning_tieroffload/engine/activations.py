@@ -92,6 +92,7 @@ class ActivationStore:
     Args:
         streams: who copies. Copies back are ordered two handles ahead, in reverse order of saving.
         headroom_nbytes: asked before host memory grows: bytes left of dram_budget; None where there is no budget.
+        must_fit: whether a tensor that has no room is an error; else it stays on the device.
         is_excluded: whether a storage (by ``untyped_storage()._cdata``) must stay: buffers, parameters.
     """
 
@@ -101,6 +102,7 @@ class ActivationStore:
         *,
         pin: bool,
         headroom_nbytes: Callable[[], int] | None = None,
+        must_fit: bool = True,
         is_excluded: Callable[[int], bool] = lambda _: False,
         on_moved: Callable[[str, int], None] = lambda *_: None,
         num_ahead: int = 2,
@@ -110,6 +112,7 @@ class ActivationStore:
         self._pin = pin
         self._poison = poison
         self._headroom_nbytes = headroom_nbytes
+        self._must_fit = must_fit
         self._is_excluded = is_excluded
         self._on_moved = on_moved
         self._num_ahead = num_ahead
@@ -140,13 +143,15 @@ class ActivationStore:
             original = saved.original() if saved is not None else None
             # A storage address may be given out again; only a tensor that still lives proves that it is the same one.
             if saved is None or original is None or original.untyped_storage()._cdata != storage:
-                saved = self._send(tensor, span, nbytes)
+                block = self._take(nbytes)
+                if block is None:
+                    return None
+                saved = self._send(tensor, block, span, nbytes)
                 self._by_key[key] = saved
             self.num_packed += 1
             return Offloaded(saved)
 
-    def _send(self, tensor: torch.Tensor, span: int, nbytes: int) -> _Saved:
-        block = self._take(nbytes)
+    def _send(self, tensor: torch.Tensor, block: Block, span: int, nbytes: int) -> _Saved:
         saved = _Saved(tensor, block, nbytes, self._next_place)
         self._next_place += 1
         saved.host = block.tensor(tensor.dtype, (span,))
@@ -164,13 +169,15 @@ class ActivationStore:
         block.free()
         self.leased_nbytes -= nbytes
 
-    def _take(self, nbytes: int) -> Block:
+    def _take(self, nbytes: int) -> Block | None:
         wanted = round_up(nbytes, 64)
         for arena in self._arenas:
             if arena.largest_free_nbytes >= wanted:
                 return arena.take(nbytes)
         left_nbytes = self._headroom_nbytes() if self._headroom_nbytes is not None else wanted
         if left_nbytes < wanted:
+            if not self._must_fit:
+                return None
             raise CapacityError(
                 f"an activation of {format_nbytes(nbytes)} does not fit into dram_budget: {format_nbytes(left_nbytes)} "
                 'is free. Raise dram_budget, lower the batch size, or set activations="keep".'

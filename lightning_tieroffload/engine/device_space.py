@@ -89,7 +89,7 @@ class DeviceSpace:
         return self.table.lock
 
     def make_activation_store(
-        self, is_excluded: Callable[[int], bool], headroom_nbytes: Callable[[], int]
+        self, is_excluded: Callable[[int], bool], headroom_nbytes: Callable[[], int], *, must_fit: bool
     ) -> ActivationStore:
         """A store for saved activations that copies with this space's streams."""
 
@@ -101,6 +101,7 @@ class DeviceSpace:
             pin=self.device.type == "cuda",
             is_excluded=is_excluded,
             headroom_nbytes=headroom_nbytes,
+            must_fit=must_fit,
             on_moved=on_moved,
             poison=self.poison,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +28,15 @@ from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.order import Phase
 from lightning_tieroffload.engine.params import ParamSlot
-from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
+from lightning_tieroffload.engine.recompute import Recompute, Region
+from lightning_tieroffload.engine.saved import hooks_are_ours, pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import Part, UnitState
 from lightning_tieroffload.engine.wire import wire_dtype
+from lightning_tieroffload.planning.cost_model import ActivationChoice
 
 __all__ = ["ModuleHooks"]
+
+_log = logging.getLogger(__name__)
 
 _MEMO_KEY = "lightning_tieroffload.inert_hooks"
 
@@ -47,12 +52,13 @@ def _outside_transforms() -> Iterator[None]:
 
 
 class _Frame:
-    __slots__ = ("has_pushed", "module", "opened")
+    __slots__ = ("has_pushed", "module", "opened", "region")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.opened: list[tuple[UnitState, list[Part]]] = []
         self.has_pushed = False
+        self.region: Region | None = None
 
 
 def _frame_of_caller() -> FrameType:
@@ -83,17 +89,17 @@ class _Hook:
     """A hook that leaves no trace in copies of its module."""
 
     def __init__(self, call: Callable[..., None], units: tuple[UnitState, ...]) -> None:
-        self._call = call
+        self._call = call  # (module, units, what torch hands to the hook: arguments, or the result last)
         # The wrapper that keeps dynamo out costs 25 µs a call, so it is used only while dynamo is looking.
         self._opaque = torch._dynamo.disable(call)
         self._units = units
         self.table: Any = None
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *given: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            self._opaque(module, self._units)
+            self._opaque(module, self._units, *given)
         else:
-            self._call(module, self._units)
+            self._call(module, self._units, *given)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         cleaner = memo.get(_MEMO_KEY)
@@ -118,12 +124,17 @@ class ModuleHooks:
         space: DeviceSpace,
         gradients: Gradients,
         watch: Callable[[UnitState], None],
-        activations: ActivationStore | None,
+        activations: ActivationStore,
+        *,
+        offloads_all: bool,
     ) -> None:
         self._space = space
         self._gradients = gradients
         self._activations = activations
+        self._everywhere = activations if offloads_all else None
+        self._recompute: dict[UnitState, Recompute] = {}
         self._watch = watch  # called when a unit opens with gradients on: registers what is missing
+        self._units_at: dict[int, tuple[UnitState, ...]] = {}
         self._local = threading.local()
         self._handles: list[RemovableHandle] = []
         self._wrapped: list[tuple[nn.Module, Any]] = []
@@ -135,14 +146,98 @@ class ModuleHooks:
             frames = self._local.frames = []
         return frames
 
-    def enter(self, module: nn.Module, units: Sequence[UnitState]) -> None:
+    def enter(
+        self, module: nn.Module, units: Sequence[UnitState], args: Any = (), kwargs: Any = None, *, again: bool = False
+    ) -> None:
         frames = self._frames()
         frame = _Frame(module)
         frames.append(frame)  # first: if what follows raises, the always-called hook finds its own frame
+        with self._unwatched():
+            self._open(frame, units)
+        if torch.is_grad_enabled():
+            store, region = self._everywhere, None
+            self._taint_regions()
+            for unit in units:
+                self._watch(unit)
+                if unit.root is module and not again:
+                    if unit.choice.activation is ActivationChoice.RECOMPUTE:
+                        region = self._begin_region(frame, unit, args, kwargs or {})
+                    elif unit.choice.activation is ActivationChoice.OFFLOAD_DRAM:
+                        store = self._activations
+            pair = (region.pack, region.unpack) if region is not None else None
+            frame.has_pushed = push_hooks(self._space, self._gradients.on_unpack, store, pair)
+
+    def _taint_regions(self) -> None:
+        """A checkpoint of the model's own inside a recomputed unit: two of them nested would save nothing."""
+        around = [frame.region for frame in self._frames() if frame.region is not None]
+        if around and not hooks_are_ours(self._space):
+            for region in around:
+                region.taint()
+
+    def _begin_region(self, frame: _Frame, unit: UnitState, args: Any, kwargs: Any) -> Region | None:
+        region = self.recompute_of(unit).begin(args, kwargs)
+        frame.region = region
+        return region
+
+    def recompute_of(self, unit: UnitState) -> Recompute:
+        """Who recomputes ``unit``, which has a root."""
+        found = self._recompute.get(unit)
+        if found is None:
+            root = unit.root
+            assert root is not None
+            found = self._recompute[unit] = Recompute(
+                unit.name,
+                root,
+                self._space,
+                run_again=functools.partial(self._run_again, root, self._units_at[id(root)]),
+                is_own_hook=lambda hook: isinstance(hook, _Hook),
+                on_refused=lambda name, why: _log.info("%s keeps its activations: %s", name, why),
+            )
+        return found
+
+    def activation_of(self, unit: UnitState) -> str:
+        """What becomes of a unit's activations, for people: the plan's choice, and where it cannot be kept, why."""
+        choice = unit.choice.activation
+        if choice is ActivationChoice.OFFLOAD_DRAM:
+            return "offload"
+        if choice is ActivationChoice.RECOMPUTE and unit in self._recompute:
+            recompute = self._recompute[unit]
+            why = recompute.why_refused or (recompute.why_not_now if recompute.num_dropped == 0 else None)
+            if why is not None:
+                return f"keep ({why})"
+        return str(choice.value)
+
+    def _run_again(self, module: nn.Module, units: Sequence[UnitState], args: Any, kwargs: Any) -> None:
+        try:
+            self.enter(module, units, again=True)
+            module.forward(*args, **kwargs)
+        finally:
+            self.leave(module, units)
+
+    @contextlib.contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """What the engine itself moves is not the model's doing."""
+        watches = [frame.region.watch for frame in self._frames() if frame.region is not None]
+        if not watches:
+            yield
+            return
+        for watch in watches:
+            if watch is not None:
+                watch.num_paused += 1
+        try:
+            yield
+        finally:
+            for watch in watches:
+                if watch is not None:
+                    watch.num_paused -= 1
+
+    def _open(self, frame: _Frame, units: Sequence[UnitState]) -> None:
+        frames = self._frames()
         has_grad = torch.is_grad_enabled()
         if self._gradients.in_backward():
             phase = Phase.BACKWARD
             self._gradients.enter_backward()
+            self._gradients.settle_all()  # a forward inside backward needs the room that gradients still take
         else:
             phase = Phase.FORWARD if has_grad else Phase.EVAL
         dtype = wire_dtype(self._space.device)
@@ -155,21 +250,20 @@ class ModuleHooks:
                 if has_grad and not may_hook:
                     kept = self._local.__dict__.setdefault("kept_for_autograd", [])
                     kept += [part.flat.detach() for _, parts in frame.opened[-1:] for part in parts]
-        if has_grad:
-            for unit in units:
-                self._watch(unit)
-            frame.has_pushed = push_hooks(self._space, self._gradients.on_unpack, self._activations)
 
-    def leave(self, module: nn.Module, units: Sequence[UnitState]) -> None:
+    def leave(self, module: nn.Module, units: Sequence[UnitState], _: Any = None, result: Any = None) -> None:
         frames = self._frames()
         if not frames or frames[-1].module is not module:
             return  # our hook before forward never ran (another one raised first)
         frame = frames.pop()
-        self._close(frame)
+        with self._unwatched():
+            self._close(frame, is_whole=result is not None)  # there is no result after an exception
 
-    def _close(self, frame: _Frame) -> None:
+    def _close(self, frame: _Frame, *, is_whole: bool = False) -> None:
         if frame.has_pushed:
             pop_hooks()
+        if frame.region is not None:
+            frame.region.end(is_whole=is_whole)
         for unit, parts in frame.opened:
             self._space.close_window(unit, parts)
 
@@ -184,9 +278,10 @@ class ModuleHooks:
         if getattr(module, "_compiled_call_impl", None) is not None:
             self._wrap_compiled(module, units)
             return
+        self._units_at[id(module)] = units
         before = _Hook(self.enter, units)
         after = _Hook(self.leave, units)
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
         before.table, after.table = module._forward_pre_hooks, module._forward_hooks
 
@@ -249,3 +344,4 @@ class ModuleHooks:
         for module, compiled in self._wrapped:
             module._compiled_call_impl = compiled
         self._wrapped.clear()
+        self._recompute.clear()

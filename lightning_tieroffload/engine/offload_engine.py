@@ -10,6 +10,7 @@ one budget: a policy and its reference model do not each take all of it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -46,6 +47,7 @@ from lightning_tieroffload.engine.units import UnitSpec, find_units
 from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
+from lightning_tieroffload.planning.cost_model import ActivationChoice
 from lightning_tieroffload.sizes import format_nbytes, round_up
 
 __all__ = ["OffloadEngine", "engine_of", "spec_nbytes"]
@@ -86,10 +88,8 @@ class _Core:
         self.place = _placer(device)
         self.state_estimate_nbytes = 0  # of every adopted optimizer whose class is known
         self.kept_storages: set[int] = set()  # of buffers and unmanaged parameters
-        self.activations = (
-            self.space.make_activation_store(self.kept_storages.__contains__, self._dram_headroom_nbytes)
-            if config.activations == "offload"
-            else None
+        self.activations = self.space.make_activation_store(
+            self.kept_storages.__contains__, self._dram_headroom_nbytes, must_fit=config.activations == "offload"
         )
         # Two units at a time on a GPU: one may wait for its gradients while the other's kernels run.
         # The NVMe lanes come beside this one: the scheduler takes any number of lanes.
@@ -131,8 +131,7 @@ class _Core:
         engine = next((e for ref in self.engines if (e := ref()) is not None), None)
         state_nbytes = max(self.state_estimate_nbytes, engine._state_nbytes() if engine is not None else 0)
         held_nbytes = sum(unit.running_dram_nbytes() for unit in self.space.units) + state_nbytes
-        if self.activations is not None:
-            held_nbytes += self.activations.mapped_nbytes()
+        held_nbytes += self.activations.mapped_nbytes()
         return self.space.ledger[Tier.DRAM].budget_nbytes - held_nbytes
 
     def has_failed(self) -> bool:
@@ -142,8 +141,7 @@ class _Core:
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # last in, first out; one that raises does not keep the others from it
             stack.callback(self.scheduler.close)
-            if self.activations is not None:
-                stack.callback(self.activations.close)
+            stack.callback(self.activations.close)
             stack.callback(self.space.close)
             stack.callback(self.updates.close)
 
@@ -237,7 +235,13 @@ class OffloadEngine:
         self._moved_buffers: list[tuple[weakref.ref[nn.Module], str, torch.device]] = []
         self._grad_handles: dict[ParamSlot, Any] = {}
         self._unmanaged: list[tuple[str, str, int]] = []
-        self._hooks = ModuleHooks(core.space, core.gradients, self._watch_unit, core.activations)
+        self._hooks = ModuleHooks(
+            core.space,
+            core.gradients,
+            self._watch_unit,
+            core.activations,
+            offloads_all=config.activations == "offload",
+        )
 
     # ------------------------------------------------------------------------------------------------- attach
     @classmethod
@@ -330,7 +334,11 @@ class OffloadEngine:
             poison="poison" in self.config.debug,
             is_compiled=is_compiled,
             place=self.core.place,
+            root=None if is_compiled else spec.root,
         )
+        activation = _FIRST_ACTIVATION[self.config.activations]
+        if spec.root is not None or activation is ActivationChoice.OFFLOAD_DRAM:
+            unit.choice = dataclasses.replace(unit.choice, activation=activation)
         unit.take_homes()
         for slot in unit.slots:
             slot.owner = self
@@ -486,7 +494,8 @@ class OffloadEngine:
             for slot in slots:
                 slot.is_mixed = True
                 slot.owner._watch(slot)  # type: ignore[attr-defined]
-        pushed = grad_mode and push_hooks(self.space, self.gradients.on_unpack, self.core.activations)
+        store = self.core.activations if self.config.activations == "offload" else None
+        pushed = grad_mode and push_hooks(self.space, self.gradients.on_unpack, store)
         try:
             return self.space.touch(parts, call)
         finally:
@@ -689,11 +698,10 @@ class OffloadEngine:
 
     # ------------------------------------------------------------------------------------------------- reports
     def _dram_nbytes(self) -> int:
-        activations = self.core.activations
         return (
             sum(unit.dram_nbytes() for unit in self.space.units)
             + self._state_nbytes()
-            + (activations.mapped_nbytes() if activations is not None else 0)
+            + self.core.activations.mapped_nbytes()
         )
 
     def _state_nbytes(self) -> int:
@@ -759,7 +767,7 @@ class OffloadEngine:
                     "grad_home": unit.choice.grad_home.name.lower() if unit.grad_nbytes else None,
                     "state_home": unit.choice.state_home.name.lower() if unit.grad_nbytes else None,
                     "update_on": unit.choice.update_on.value if unit.grad_nbytes else None,
-                    "activations": "offload" if self.core.activations is not None else unit.choice.activation.value,
+                    "activations": self._hooks.activation_of(unit),
                 }
                 for unit in self.units
             ],
@@ -832,8 +840,15 @@ def _castable(spec: UnitSpec) -> frozenset[str]:
     )
 
 
+_FIRST_ACTIVATION = {
+    "auto": ActivationChoice.KEEP,
+    "keep": ActivationChoice.KEEP,
+    "recompute": ActivationChoice.RECOMPUTE,
+    "offload": ActivationChoice.OFFLOAD_DRAM,
+}
+
 _FINISHED = {
-    "activations": ("auto", "keep", "offload"),
+    "activations": ("auto", "keep", "offload", "recompute"),
     "update_on": ("auto", "cpu"),
     "state_dtype": ("fp32",),
     "master_weights": ("as_given",),

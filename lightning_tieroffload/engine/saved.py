@@ -19,10 +19,11 @@ from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.unit_state import Part
 
-__all__ = ["SavedHooks", "pop_hooks", "push_hooks"]
+__all__ = ["SavedHooks", "hooks_are_ours", "pop_hooks", "push_hooks"]
 
 
 OnUnpack = Callable[[Part], None]
+Pair = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class _SavedView:
@@ -79,7 +80,7 @@ class SavedHooks:
         self,
         space: DeviceSpace,
         on_unpack: OnUnpack,
-        outer: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None,
+        outer: Pair | None,
         activations: ActivationStore | None = None,
     ) -> None:
         self._by_storage = space.by_storage
@@ -87,6 +88,10 @@ class SavedHooks:
         self._on_unpack = on_unpack
         self._outer = outer
         self._activations = activations
+
+    def is_outermost_of(self, space: DeviceSpace) -> bool:
+        """Whether these are the hooks of ``space`` and nobody else's are around them."""
+        return self._by_storage is space.by_storage and self._outer is None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         try:
@@ -118,18 +123,37 @@ class SavedHooks:
         return packed.tensor  # type: ignore[no-any-return]
 
 
-def push_hooks(space: DeviceSpace, on_unpack: OnUnpack, activations: ActivationStore | None = None) -> bool:
-    """Make ours the innermost hooks of this thread. False where they are already, or where hooks are forbidden."""
+def push_hooks(
+    space: DeviceSpace,
+    on_unpack: OnUnpack,
+    activations: ActivationStore | None = None,
+    region: Pair | None = None,
+) -> bool:
+    """Make ours the innermost hooks of this thread. False where they are already, or where hooks are forbidden.
+
+    ``activations`` takes what is no parameter; ``region``, a pair of hooks, takes it instead, and whoever is outside
+    does not see it then.
+    """
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return False
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if top is not None:
-        owner = getattr(top[0], "__self__", None)
-        if isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage:
+    outer: Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    owner = getattr(outer[0], "__self__", None) if outer is not None else None
+    if region is not None:
+        outer = region
+    elif isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage:
+        if owner._outer is not None or activations is None or activations is owner._activations:
             return False
-    hooks = SavedHooks(space, on_unpack, top, activations)
+        outer = None
+    hooks = SavedHooks(space, on_unpack, outer, activations)
     torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
     return True
+
+
+def hooks_are_ours(space: DeviceSpace) -> bool:
+    """Whether the innermost hooks of this thread are those of ``space``."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    owner = getattr(top[0], "__self__", None) if top is not None else None
+    return isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage
 
 
 def pop_hooks() -> None:

@@ -276,6 +276,7 @@ class UnitState:
         place: called with (address, nbytes) of each mapping before its first touch: binds pages to NUMA nodes.
         castable: names of fp32 parameters that autocast may cast and that one module of a known class owns.
         choice: homes per role, where the update runs, what becomes of activations. The plan's line for this unit.
+        root: the module whose forward is the unit's use; None where no single module stands for it.
     """
 
     def __init__(
@@ -291,10 +292,12 @@ class UnitState:
         is_compiled: bool,
         place: Callable[[int, int], Any] | None = None,
         choice: Choice = _CAUTIOUS,
+        root: nn.Module | None = None,
     ) -> None:
         self.name = name
         self.index = index
         self.choice = choice
+        self.root = root
         self.device = device
         self._pin = pin
         self._poison = poison

@@ -1,0 +1,567 @@
+"""Floor 8. Recompute that we impose: a unit's activations are dropped after its forward and made again in backward.
+
+Torch's own non-reentrant checkpoint does the work; here is only who may be recomputed, and what has to be as it was.
+
+[Note: who may be recomputed] Running a forward twice is invisible only if it depends on nothing but its inputs and
+changes nothing but its outputs. That is watched, not hoped for. A unit's first call keeps its activations, and a
+dispatch mode sees each operation: one that writes to memory from outside, or that draws from a generator of its own,
+refuses the unit for good. So does Python state that is not the same after forward (attributes of its modules,
+containers and objects in them, globals and closures that its forwards name, Python's and NumPy's random generators),
+and anything, inputs included, that has changed by the time backward comes. Only then the unit is accepted. The cheap
+half is repeated at each call, and activations are dropped at the end of a call that was clean: until then they are
+kept. A call that is not like that is no fault and keeps its activations: evaluation, inputs that are more than tensors
+and plain values (a cache), hooks of others, a checkpoint around it.
+
+[Note: as in forward] While forward runs again, module attributes and training flags are those that it saw, batch
+statistics go to copies of the buffers, and hooks that came since stay silent. Parameters, buffers and inputs that have
+been changed since are an error, as a changed saved tensor is in plain torch.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import inspect
+import itertools
+import logging
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_tieroffload.engine.activations import version_error
+from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.saved import SavedHooks
+
+__all__ = ["Recompute", "Region", "Watch"]
+
+# Their forward writes statistics that it does not read: made again into a copy, nothing shows.
+_COUNTING_NORMS = frozenset(
+    {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d}
+)
+_VALUES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size, torch.layout)
+# What it holds is looked at elsewhere, or never matters.
+_STATELESS = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, logging.Logger)
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NOT_STATE = frozenset(vars(nn.Module())) - {
+    "training"
+}  # parameters, buffers, children and hooks have rules of their own
+_DEEP, _SHALLOW = 4, 1
+_NUM_FUNCTIONS = 200  # that a unit's forwards lead to are looked at
+_TAKES_EARLY_STOP = (
+    "early_stop" in inspect.signature(torch_checkpoint._checkpoint_without_reentrant_generator).parameters
+)
+
+
+# ---------------------------------------------------------------------------------------------- what state is there
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in vars(module).items() if k not in _NOT_STATE}
+
+
+def _token(value: Any, depth: int, seen: set[int]) -> Any:
+    """Something that compares equal as long as ``value`` has not changed, as far down as ``depth`` looks."""
+    try:
+        return _token_of(value, depth, seen)
+    except Exception:
+        return object()  # it cannot be looked at: equal to nothing
+
+
+def _token_of(value: Any, depth: int, seen: set[int]) -> Any:
+    kind = type(value)
+    if kind is float:
+        return repr(value)
+    if isinstance(value, _VALUES):
+        return (kind, value)
+    if isinstance(value, torch.Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return (id(value), 0 if value.is_inference() else value._version)
+    if isinstance(value, _STATELESS):
+        return id(value)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if hasattr(kind, "__next__"):
+        return object()  # what it gives next cannot be looked at: equal to nothing
+    if id(value) in seen or depth < 1:
+        return id(value)
+    seen.add(id(value))
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return (id(value), tuple(_token(item, depth - 1, seen) for item in value))
+    if isinstance(value, collections.abc.Mapping):
+        return (id(value), tuple((_token(k, 1, seen), _token(v, depth - 1, seen)) for k, v in list(value.items())))
+    if "numpy" in sys.modules and kind.__module__.startswith("numpy"):
+        return _numpy_token(value)
+    inside = [getattr(value, "__dict__", {})]
+    inside += [{n: getattr(value, n, None)} for c in kind.__mro__ for n in _slots_of(c)]
+    return (id(value), tuple((k, _token(v, depth - 1, seen)) for part in inside for k, v in list(part.items())))
+
+
+def _slots_of(cls: type) -> Iterable[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _numpy_token(value: Any) -> Any:
+    import numpy as np
+
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    return (id(value), value.tobytes() if isinstance(value, np.ndarray) else repr(value))
+
+
+def _global_generators() -> Any:
+    if "numpy" not in sys.modules:
+        return random.getstate()
+    import numpy as np
+
+    state: Any = np.random.get_state()
+    return random.getstate(), state[1].tobytes(), state[2:]
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_of(constant)
+    return names
+
+
+def _outside_names(modules: Iterable[nn.Module]) -> list[Callable[[], Any]]:
+    """Readers of the globals and closure cells that the modules' forwards, and what they call by name, lead to."""
+    readers: list[Callable[[], Any]] = []
+    pending: list[tuple[Any, type | None]] = [
+        (getattr(type(m).forward, "__func__", type(m).forward), type(m)) for m in modules
+    ]
+    pending += [(vars(m)["forward"], None) for m in modules if "forward" in vars(m)]
+    seen: set[Any] = set()
+    while pending and len(seen) < _NUM_FUNCTIONS:
+        function, owner = pending.pop()
+        function = inspect.unwrap(function) if callable(function) else function
+        if not isinstance(function, types.FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        if (function.__module__ or "").split(".")[0] == "torch":
+            continue
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):
+                pending.append((cell.cell_contents, None))
+                readers.append(lambda cell=cell: cell.cell_contents)  # type: ignore[misc]
+        for name in _names_of(function.__code__):
+            if owner is not None and isinstance(getattr(owner, name, None), types.FunctionType):
+                pending.append((getattr(owner, name), owner))
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                pending.append((value, None))
+                if not isinstance(value, (types.FunctionType, types.ModuleType, type)):
+                    readers.append(lambda table=function.__globals__, name=name: table.get(name))  # type: ignore[misc]
+    return readers
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operation of one forward. ``why`` says what makes a second run visible."""
+
+    def __init__(self, may_write: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.why: str | None = None
+        self.num_paused = 0  # while the engine itself moves something
+        self._may_write = may_write  # storages: batch statistics
+        self._made: set[int] = set()  # storages that this forward has made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.num_paused:
+            return func(*args, **kwargs)
+        before = {_storage(leaf) for value in (*args, *kwargs.values()) for leaf in _leaves(value)}
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            self.why = f"{func} draws from a generator of its own"
+        if func._schema.is_mutable:
+            for index, argument in enumerate(func._schema.arguments):
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                for leaf in _leaves(value):
+                    if _storage(leaf) not in self._made | self._may_write:
+                        self.why = f"{func} writes to a tensor from outside its forward"
+        result = func(*args, **kwargs)
+        self._made.update({_storage(leaf) for leaf in _leaves(result)} - before)
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0  # sparse and the like have none
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+
+
+# ------------------------------------------------------------------------------------------------------ inputs
+
+
+class _Leaf:
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """``value`` with its tensors replaced by their places in ``tensors``. Raises ``TypeError`` for anything opaque."""
+    if type(value) is torch.Tensor:
+        tensors.append(value)
+        return _Leaf(len(tensors) - 1)
+    if isinstance(value, (*_VALUES, types.FunctionType)):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_taken_apart(item, tensors) for item in value)
+    if type(value) is dict:
+        return {k: _taken_apart(v, tensors) for k, v in value.items()}
+    raise TypeError(f"an input is a {type(value).__name__}")
+
+
+def _put_together(value: Any, tensors: tuple[Any, ...]) -> Any:
+    if isinstance(value, _Leaf):
+        return tensors[value.index]
+    if type(value) in (list, tuple):
+        return type(value)(_put_together(item, tensors) for item in value)
+    if type(value) is dict:
+        return {k: _put_together(v, tensors) for k, v in value.items()}
+    return value
+
+
+def _version(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor._version
+
+
+# ------------------------------------------------------------------------------------------------------ the two
+
+
+class _Packed:
+    """A saved tensor of a region: kept as it is until the call has shown to be clean, then torch's placeholder."""
+
+    __slots__ = ("holder", "kept", "version")
+
+    def __init__(self, holder: Any, tensor: torch.Tensor) -> None:
+        self.holder = holder
+        self.kept: torch.Tensor | None = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
+
+
+class _Again:
+    """What is needed to run one call's forward again, and whether that would still give the same."""
+
+    def __init__(self, owner: Recompute, args: Any, modules: list[nn.Module], depth: int) -> None:
+        self._owner = owner
+        self._args = args
+        self._modules = modules
+        self._depth = depth
+        self._attributes: list[dict[str, Any]] = []
+        self._flags: list[bool] = []  # requires_grad of the parameters
+        self._at_end: Any = None
+        self.before = self.state()
+
+    def state(self) -> Any:
+        """Everything but inputs that forward can see or change, as something to compare."""
+        seen: set[int] = set()
+        parts: list[Any] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for module in self._modules:
+                parts.append([(k, _token(v, self._depth, seen)) for k, v in _attributes(module).items()])
+                parts.append([(k, _token(v, 1, seen)) for k, v in module._parameters.items()])
+                if not _counts(module):
+                    parts.append([(k, _token(v, 1, seen)) for k, v in module._buffers.items()])
+                parts.append([(k, id(v)) for k, v in module._modules.items()])
+            parts += [_token(read(), self._depth, seen) for read in self._owner.outside]
+        return parts
+
+    def remember(self, state: Any) -> None:
+        """Forward has ended in this state."""
+        self._attributes = [_attributes(module) for module in self._modules]
+        self._flags = self._needs_grad()
+        self._at_end = state
+
+    def _params(self) -> list[nn.Parameter]:
+        return [p for module in self._modules for p in module._parameters.values() if p is not None]
+
+    def _needs_grad(self) -> list[bool]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [p.requires_grad for p in self._params()]
+
+    def _set_needs_grad(self, flags: list[bool]) -> None:
+        if flags != self._needs_grad():
+            with torch._C.DisableTorchFunctionSubclass():
+                for p, flag in zip(self._params(), flags, strict=True):
+                    p.requires_grad_(flag)
+
+    def is_as_it_was(self) -> bool:
+        with self._as_in_forward():
+            return bool(self.state() == self._at_end)
+
+    @contextlib.contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
+        """What the modules' attributes referred to when forward ended, training flags included."""
+        now = [_attributes(module) for module in self._modules]
+        try:
+            for module, then in zip(self._modules, self._attributes, strict=True):
+                _set_attributes(module, then)
+            yield
+        finally:
+            for module, values in zip(self._modules, now, strict=True):
+                _set_attributes(module, values)
+
+    @contextlib.contextmanager
+    def _leaving_no_trace(self) -> Iterator[None]:
+        """Batch statistics go to copies, frozen is what was frozen, hooks that are not the engine's stay silent."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._set_needs_grad, self._needs_grad())
+            self._set_needs_grad(self._flags)
+            for module in self._modules:
+                if _counts(module):
+                    true = dict(module._buffers)
+                    with torch.no_grad():
+                        module._buffers.update({k: None if b is None else b.clone() for k, b in true.items()})
+                    stack.callback(module._buffers.update, true)
+                for name in _HOOK_TABLES:
+                    table = getattr(module, name)
+                    ours = {k: hook for k, hook in table.items() if self._owner.is_own_hook(hook)}
+                    if len(ours) != len(table):
+                        vars(module)[name] = collections.OrderedDict(ours)
+                        stack.callback(vars(module).__setitem__, name, table)
+            yield
+
+    def run(self, *tensors: torch.Tensor) -> None:
+        args, kwargs = _put_together(self._args, tensors)
+        with self._as_in_forward():
+            if self.state() != self._at_end:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"unit {self._owner.name} recomputes its activations, and a parameter, a buffer or another part of "
+                    "its state is not what it was in forward. Make the change after backward, or set "
+                    'activations="keep".'
+                )
+            with self._leaving_no_trace():
+                self._owner.run_again(args, kwargs)
+
+
+def _counts(module: nn.Module) -> bool:
+    return type(module) in _COUNTING_NORMS and module.training
+
+
+def _set_attributes(module: nn.Module, values: dict[str, Any]) -> None:
+    own = vars(module)
+    for key in [k for k in own if k not in values and k not in _NOT_STATE]:
+        del own[key]
+    own.update(values)
+
+
+class Region:
+    """One call of a recomputed unit's forward: its saved tensors go through ``pack`` and ``unpack``.
+
+    The graph holds regions, and torch's checkpoint holds ``_Again``, which must not hold its region: a cycle would keep
+    the inputs until the next garbage collection.
+    """
+
+    def __init__(self, owner: Recompute, args: Any, tensors: list[torch.Tensor], modules: list[nn.Module]) -> None:
+        self._owner = owner
+        self._packed: list[_Packed] = []
+        self._is_tainted = False
+        self._is_to_be_checked = False
+        self._inputs = [(tensor.detach(), tensor._version) for tensor in tensors]
+        self._generators = _global_generators()
+        self._again = _Again(owner, args, modules, _SHALLOW if owner.is_accepted else _DEEP)
+        self.watch: Watch | None = None
+        if not owner.is_accepted:
+            norms = [m for m in modules if _counts(m)]
+            self.watch = Watch({_storage(b) for m in norms for b in m._buffers.values() if b is not None})
+        early_stop = (True,) if _TAKES_EARLY_STOP else ()
+        self._generator: Any = torch_checkpoint._checkpoint_without_reentrant_generator(
+            self._again.run, True, torch_checkpoint.noop_context_fn, "default", False, *early_stop, *tensors
+        )
+        next(self._generator)  # saves the inputs and pushes torch's pair of hooks
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert pair is not None
+        self._pack, self._unpack = pair
+        if self.watch is not None:
+            self.watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def pack(self, tensor: torch.Tensor) -> _Packed:
+        packed = _Packed(self._pack(tensor), tensor)
+        self._packed.append(packed)
+        return packed
+
+    def unpack(self, packed: _Packed) -> torch.Tensor:
+        kept = packed.kept
+        if kept is None:
+            return self._unpack(packed.holder)  # type: ignore[no-any-return]
+        if self._is_to_be_checked:
+            self._is_to_be_checked = False
+            self._check_after()
+        if kept._version != packed.version:
+            raise version_error("a saved tensor", kept.shape, packed.version, kept._version)
+        return kept
+
+    def _check_after(self) -> None:
+        """Backward of a watched call has begun: would forward still give the same?"""
+        inputs, self._inputs = self._inputs, []
+        if any(tensor._version != version for tensor, version in inputs):
+            self._owner.refuse("an input is written to between forward and backward")
+        elif not self._again.is_as_it_was():
+            self._owner.refuse("its state is changed between forward and backward")
+        else:
+            self._owner.accept()
+
+    def taint(self) -> None:
+        """Something inside this call is not as it has to be: its activations are kept."""
+        self._is_tainted = True
+
+    def end(self, *, is_whole: bool) -> None:
+        """Forward is over; the caller has taken its own hooks off. Drops what was saved if all was clean."""
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        generator, self._generator = self._generator, None
+        for _ in generator:
+            pass
+        packed, self._packed = self._packed, []
+        inputs = self._inputs
+        if not is_whole or self._is_tainted:
+            self._inputs = []
+            return
+        why = watch.why if watch is not None else None
+        state = self._again.state()
+        if why is None and _global_generators() != self._generators:
+            why = "its forward draws from Python's or NumPy's global random generator"
+        if why is None and state != self._again.before:
+            why = "its forward changes Python state"
+        if why is None and any(tensor._version != version for tensor, version in inputs):
+            why = "its forward writes to its input"
+        if why is not None:
+            self._inputs = []
+            self._owner.refuse(why)
+            return
+        self._again.remember(state)
+        if watch is not None:
+            self._is_to_be_checked = True
+            return
+        self._inputs = []  # torch's checkpoint has them
+        self._owner.num_dropped += 1
+        for each in packed:
+            each.kept = None
+
+
+class Recompute:
+    """Imposed recompute of one unit, whose ``root`` is called with ``args``. Lives as long as the engine's hooks.
+
+    Args:
+        run_again: opens the unit's windows, calls ``root.forward(*args, **kwargs)``, closes them.
+        is_own_hook: whether a hook in a module's tables is the engine's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        root: nn.Module,
+        space: DeviceSpace,
+        *,
+        run_again: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        is_own_hook: Callable[[Any], bool],
+        on_refused: Callable[[str, str], None],
+    ) -> None:
+        self.name = name
+        self.run_again = run_again
+        self.is_own_hook = is_own_hook
+        self.is_accepted = False
+        self.why_refused: str | None = None
+        self.why_not_now: str | None = None
+        self.num_dropped = 0
+        self.outside: list[Callable[[], Any]] = []
+        self._root = root
+        self._space = space
+        self._on_refused = on_refused
+        self._known: list[nn.Module] = []
+
+    def accept(self) -> None:
+        self.is_accepted = self.why_refused is None
+
+    def refuse(self, why: str) -> None:
+        """Never again: its activations are kept."""
+        self.is_accepted = False
+        if self.why_refused is None:
+            self.why_refused = why
+            self._on_refused(self.name, why)
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Region | None:
+        """A region for the call that starts now, or None where its activations are to stay."""
+        if self.why_refused is not None:
+            return None
+        modules = list(self._root.modules())
+        self.why_not_now = self._why_not_now(modules)
+        if self.why_not_now is not None:
+            return None
+        tensors: list[torch.Tensor] = []
+        try:
+            taken = _taken_apart((args, kwargs), tensors)
+        except TypeError as error:
+            self.why_not_now = str(error)
+            return None
+        if any(t.is_inference() or _storage(t) in self._space.by_storage or _storage(t) == 0 for t in tensors):
+            self.why_not_now = "an input is a parameter, or not an ordinary tensor"
+            return None
+        if modules != self._known:
+            self._known = modules
+            self.outside = _outside_names(modules)
+            self.is_accepted = False  # other modules than those that were watched
+        return Region(self, taken, tensors, modules)
+
+    def _why_not_now(self, modules: list[nn.Module]) -> str | None:
+        if not torch.is_grad_enabled() or not self._root.training:
+            return "evaluation"
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return "saved-tensor hooks are forbidden"
+        if torch._C._current_graph_task_id() != -1:
+            return "it runs inside backward"
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return "a dispatch mode is active"
+        modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+        if not all(isinstance(mode, DeviceContext) for mode in modes):
+            return "a torch function mode is active"
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        owner = getattr(top[0], "__self__", None) if top is not None else None
+        if top is not None and not (isinstance(owner, SavedHooks) and owner.is_outermost_of(self._space)):
+            return "a checkpoint or other saved-tensor hooks are around it"
+        if any(getattr(torch_module, f"_global{table}") for table in _HOOK_TABLES):
+            return "global module hooks are set"
+        for module in modules:
+            if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+                return "a part of it is compiled"
+            if type(module).__name__ == "OptimizedModule":
+                return "a part of it is compiled"
+            if getattr(module, "gradient_checkpointing", False) is True:
+                return "it checkpoints itself"
+            for table in _HOOK_TABLES:
+                if not all(self.is_own_hook(hook) for hook in getattr(module, table).values()):
+                    return "it has hooks of others"
+        return None
