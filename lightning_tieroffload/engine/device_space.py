@@ -76,6 +76,7 @@ class DeviceSpace:
         self.num_fetches = 0
         self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed)
         self._pid = os.getpid()
+        self.on_pressure: Callable[[], bool] = lambda: False  # sends down what waits for an update on the device
         self._lent: list[Part] = []  # on the device as the user's memory, uncharged
         self._forward_threads: set[int] = set()
         self._has_several_threads = False
@@ -129,13 +130,14 @@ class DeviceSpace:
             self.units.append(unit)
             self._unit_at[unit.index] = unit
             self.ledger[Tier.DRAM].home_nbytes += unit.nbytes
-            for part in unit.parts:
+            for part in unit.home_parts:
                 self._add_part(part)
             for slot in unit.slots:
                 slot.param.__class__ = PagedParameter
 
     def _add_part(self, part: Part) -> None:
-        self.by_storage[part.key] = part
+        if part.is_for_compute:
+            self.by_storage[part.key] = part
         self.table.add(part.shard, Tier.DRAM, valid_on=[Tier.DRAM])
         self._remember_versions(part)
 
@@ -149,17 +151,20 @@ class DeviceSpace:
             if full.is_resident:
                 self._evict(full)
             self._add_part(unit.make_wire(dtype))
+            if unit.low is not None:
+                self._add_part(unit.low)
             return True
 
     def remove(self, unit: UnitState) -> None:
         """Forget a unit. Its parameters must have been made ordinary before."""
         with self.lock:
-            for part in unit.parts:
+            for part in unit.all_parts:
                 part.upload.wait()
                 part.download.wait()
                 if part.is_resident:
                     self._release_storage(part)
-                self.by_storage.pop(part.key, None)
+                if part.is_for_compute:
+                    self.by_storage.pop(part.key, None)
                 self.table.remove(part.shard)
             self.units.remove(unit)
             self._unit_at.pop(unit.index, None)
@@ -175,8 +180,8 @@ class DeviceSpace:
 
     def _notice_writes(self, part: Part) -> None:
         """Whatever user code wrote to the device copy since we last looked makes that copy the truth."""
-        if not part.is_resident or part.form is Form.WIRE:
-            return
+        if not part.is_resident or part.form is not Form.FULL:
+            return  # nobody but our own kernels writes to the others
         with torch._C.DisableTorchFunctionSubclass():
             versions = [slot.param._version for slot in part.slots]
         written = versions != part.versions
@@ -195,10 +200,10 @@ class DeviceSpace:
             return
         unit = part.unit
         self.wait_update(unit)
-        wire = unit.wire if part.castable else None
-        if wire is not None:
-            wire.upload.wait()  # it may still be reading the split homes, and so may one that compute waits for only
-            wire.home_read.wait()
+        split = self._split_parts(unit) if part.form is Form.FULL and part.castable else []
+        for other in split:
+            other.upload.wait()  # it may still be reading the split homes, and so may one that compute waits for only
+            other.home_read.wait()
         self.table.begin(part.shard, D2H)
         pairs, landing = part.download_pairs()
         try:
@@ -212,8 +217,20 @@ class DeviceSpace:
             raise
         self.moved_nbytes["d2h"] += part.nbytes
         self.table.landed(part.shard, D2H)
-        if wire is not None:
-            self.table.wrote(wire.shard, Tier.DRAM)
+        for other in split:
+            self.table.wrote(other.shard, Tier.DRAM)
+
+    @staticmethod
+    def _split_parts(unit: UnitState) -> list[Part]:
+        """The parts whose homes together are the home of the castable weights."""
+        return [part for part in (unit.wire, unit.low) if part is not None]
+
+    def _settle_split(self, unit: UnitState) -> None:
+        """An update on the device wrote split masters there: their homes get them, readable now."""
+        for part in self._split_parts(unit):
+            self._land(part)
+            self._write_back(part)
+            part.download.wait()
 
     def wait_update(self, unit: UnitState) -> None:
         """Block until every ordered update of the unit has landed in its home. Errors of the update surface here."""
@@ -231,14 +248,26 @@ class DeviceSpace:
         """Make the home copy the newest and readable by the host now; with ``to_write`` writable as well."""
         with self.lock:
             self.wait_update(unit)
+            self._settle_split(unit)
             for part in unit.full_parts:
                 self._land(part)
                 self._notice_writes(part)
                 self._write_back(part)
                 part.download.wait()
-            for part in unit.parts if to_write else ():
+            for part in unit.home_parts if to_write else ():
                 self._land(part)
                 part.home_read.wait()
+
+    def settle_state(self, unit: UnitState) -> None:
+        """Make optimizer state in DRAM the newest, readable by the host now. What is written to it there is noticed."""
+        with self.lock:
+            self.wait_update(unit)
+            for part in unit.device_state:
+                self._land(part)
+                self._write_back(part)
+                part.download.wait()
+                part.home_read.wait()
+                part.note_home_version()
 
     def order_home_write(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
         """The home is written by the host (a load, an update): the device copies become stale.
@@ -249,11 +278,15 @@ class DeviceSpace:
         with self.lock:
             for slot in slots:
                 torch.autograd.graph.increment_version(slot.param)
-            for part in unit.parts:
-                self.table.wrote(part.shard, Tier.DRAM)
-                self._remember_versions(part)
-                if part.is_resident and not self._is_held(part):
-                    self._evict(part)
+            for part in unit.home_parts:
+                self._drop_stale(part)
+
+    def _drop_stale(self, part: Part) -> None:
+        """The part's home is or will be written: what is on the device is old."""
+        self.table.wrote(part.shard, Tier.DRAM)
+        self._remember_versions(part)
+        if part.is_resident and not self._is_held(part):
+            self._evict(part)
 
     def order_update(self, unit: UnitState, slots: Sequence[ParamSlot]) -> tuple[list[Ticket], list[CopyTicket]]:
         """An update of the home is about to be submitted: make the home the truth, the device copies stale.
@@ -262,16 +295,85 @@ class DeviceSpace:
         """
         with self.lock:
             copies: list[CopyTicket] = []
-            for part in unit.parts:
+            for part in (*self._split_parts(unit), *unit.device_state, *unit.full_parts):
                 self._land(part)
                 copies.append(part.home_read)
-                if part.form is Form.FULL:
-                    self._notice_writes(part)
-                    self._write_back(part)
+                self._notice_writes(part)
+                self._write_back(part)
                 copies.append(part.download)
             previous = [unit.update] if unit.update is not None else []
             self.order_home_write(unit, slots)
+            for part in unit.device_state:
+                self._drop_stale(part)
             return previous, copies
+
+    def track_state(self, part: Part) -> None:
+        """List a part of optimizer state, whose newest content is in DRAM, as one that may come to the device."""
+        with self.lock:
+            if part.shard not in self.table:
+                self.table.add(part.shard, Tier.DRAM, valid_on=[Tier.DRAM])
+                part.unit.device_state.append(part)
+                part.note_home_version()
+
+    def state_was_written(self, part: Part) -> None:
+        """Somebody wrote to the state in DRAM; ``settle_state`` had made it the newest."""
+        with self.lock:
+            self._drop_stale(part)
+            part.note_home_version()
+
+    def update_on_device(
+        self,
+        unit: UnitState,
+        slots: Sequence[ParamSlot],
+        parts: Sequence[Part],
+        fresh: Iterable[Part],
+        launch: Callable[[], None],
+    ) -> bool:
+        """Bring ``parts`` in and let ``launch`` enqueue an update of them on the compute stream.
+
+        False, with nothing done, where there is no room for them at one time. The content of ``fresh`` parts does not
+        matter: ``launch`` writes all of it.
+        """
+        with self.lock:
+            self.wait_update(unit)
+            leased: list[Part] = []
+            try:
+                for part in parts:
+                    part.num_leases += 1
+                    leased.append(part)
+                    if not self._bring(part, is_fresh=part in fresh):
+                        return False
+                launch()
+            finally:
+                for part in leased:
+                    part.num_leases -= 1
+            for slot in slots:
+                torch.autograd.graph.increment_version(slot.param)
+            for part in parts:
+                self.table.wrote(part.shard, Tier.DEVICE)
+                self._remember_versions(part)
+            if unit.wire in parts:  # the full form of the same weights is old now, on the device as in DRAM
+                for part in unit.full_parts:
+                    if part.castable:
+                        self._drop_stale(part)
+                self.refresh(unit)
+            return True
+
+    def _bring(self, part: Part, *, is_fresh: bool) -> bool:
+        if part.is_resident:
+            self._ensure_part(part)
+            return True
+        if not self.make_room(part.nbytes, keep=part.unit, what=part.name, must=False):
+            return False
+        if not is_fresh:
+            self._start_fetch(part)
+            self._land(part)
+            return True
+        part.charged_nbytes = part.nbytes
+        self.ledger.charge(Tier.DEVICE, part.nbytes)
+        part.is_resident = True
+        part.materialise(poison=self.poison)
+        return True
 
     def next_uses(self) -> dict[int, int]:
         """Unit index to its position among the coming uses, as predicted."""
@@ -313,7 +415,9 @@ class DeviceSpace:
     def _upload(self, part: Part) -> None:
         unit = part.unit
         self.wait_update(unit)
-        if part.castable:
+        if part.form is Form.FULL and part.castable:
+            self._settle_split(unit)
+        elif part.castable:
             # Two forms of one home: the full part may be the newer one.
             for full in unit.full_parts:
                 if full.castable and full is not part and full.is_resident:
@@ -361,7 +465,7 @@ class DeviceSpace:
         if part.upload is not LANDED:
             part.home_read, part.upload = part.upload, LANDED
         part.download.before_compute()
-        if leave or not part.storage.resizable():
+        if leave or (part.is_for_compute and not part.storage.resizable()):
             # tensor.numpy() fixes a storage's size for good; the array is gone, so the part may have another one.
             del self.by_storage[part.key]
             part.renew_storage()
@@ -401,11 +505,11 @@ class DeviceSpace:
             (-distances.get(unit.index, far), part)
             for unit in self.units
             if unit is not keep
-            for part in unit.parts
+            for part in unit.all_parts
             if part.is_resident and not self._is_held(part)
         ]
         # Farthest next use first (the rule that is optimal for a known order); unknown counts as farthest.
-        return [part for _, part in sorted(found, key=lambda item: item[0])]
+        return [part for _, part in sorted(found, key=lambda item: (item[1].is_pinned, item[0]))]
 
     def make_room(self, nbytes: int, *, keep: UnitState | None, what: str, must: bool = True) -> bool:
         """Evict until ``nbytes`` fit under the device budget. Without ``must`` False says that they do not."""
@@ -416,7 +520,7 @@ class DeviceSpace:
             self._evict(victim)
             if account.headroom_nbytes >= nbytes:
                 return True
-        for part in keep.parts if keep is not None else ():  # the other form of the very unit
+        for part in keep.all_parts if keep is not None else ():  # the other form of the very unit
             if part.is_resident and not self._is_held(part):
                 self._evict(part)
                 if account.headroom_nbytes >= nbytes:
@@ -437,6 +541,8 @@ class DeviceSpace:
             return True
         if not must:
             return False
+        if self.on_pressure() and account.headroom_nbytes >= nbytes:
+            return True
         held = sorted({u.name for u in self.units for p in u.parts if p.is_resident and p.num_leases > 0})
         raise CapacityError(
             f"{what} needs {format_nbytes(nbytes)} on the device, {format_nbytes(account.headroom_nbytes)} is free of "
@@ -457,7 +563,7 @@ class DeviceSpace:
     def _ensure_part(self, part: Part) -> None:
         if part.is_resident:
             self._land(part)
-            if part.form is Form.WIRE:
+            if part.form is not Form.FULL and part.castable:
                 self._settle_full_of(part)
             if not self.table.is_valid(part.shard, Tier.DEVICE):
                 self._upload(part)
@@ -471,9 +577,9 @@ class DeviceSpace:
         self._start_fetch(part, is_users=not has_room)
         self._land(part)
 
-    def _settle_full_of(self, wire: Part) -> None:
-        """User code may have written to the full part since the wire part was made from the same home."""
-        for full in wire.unit.full_parts:
+    def _settle_full_of(self, part: Part) -> None:
+        """User code may have written to the full part since a part of the split form was made from the same home."""
+        for full in part.unit.full_parts:
             if full.castable and full.is_resident:
                 self._land(full)
                 self._notice_writes(full)
@@ -523,7 +629,7 @@ class DeviceSpace:
             mine = distances.get(unit.index, 0)
             for victim in self._victims(unit):
                 index = victim.unit.index
-                if index in sooner or distances.get(index, mine + 1) <= mine:
+                if victim.is_pinned or index in sooner or distances.get(index, mine + 1) <= mine:
                     break
                 self._evict(victim)
                 if account.headroom_nbytes >= nbytes:
@@ -656,9 +762,9 @@ class DeviceSpace:
                 unit.num_windows = 0 if is_meant else unit.num_windows
                 if is_meant:
                     unit.window_threads.clear()
-                for part in unit.parts:
+                for part in unit.all_parts:
                     part.num_leases = 0 if is_meant else part.num_leases
-                    part.is_resident = part.storage.nbytes() >= part.nbytes > 0
+                    part.is_resident = part.has_memory
                     part.charged_nbytes = min(part.charged_nbytes, part.nbytes) if part.is_resident else 0
                     used_nbytes += part.charged_nbytes
                 for slot in unit.slots if is_meant else ():

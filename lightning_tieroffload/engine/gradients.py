@@ -7,6 +7,8 @@ copied to the unit's DRAM block (added there if an earlier backward left some) a
 off by one event, so that a user's post-accumulate hook that runs after ours still finds its gradient on the device.
 A gradient that the user read or set is *touched*: it stays in autograd's field, is the user's memory, and is
 authoritative until it is cleared. Adding in DRAM gives the bits of adding on the device: one IEEE addition each.
+Where the plan lets a unit be updated on the device, its gradients are *kept* there, outside autograd's field and in 16
+bits where that loses nothing; under pressure, or when something else than an update wants them, they go down.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Gradients:
         self._tasks: set[int] = set()
         self._open: list[UnitState] = []  # units with born gradients
         self.norm_types: set[float] = set()
-        self.charged_nbytes = 0
+        self.charged_nbytes = 0  # of gradients in autograd's field
+        self._kept: dict[ParamSlot, int] = {}  # gradients kept on the device, and what each is charged
+        space.on_pressure = self.spill
 
     # ------------------------------------------------------------------------------------------------- backward
     def in_backward(self) -> bool:
@@ -135,11 +139,17 @@ class Gradients:
                     record.place, record.touched = GradPlace.LIVE, True
             del unit.born[0]
             self._discharge(slot.nbytes)
+            if record.kept is not None:
+                self._charge_kept(slot, record.kept.nbytes)
 
     def _send_down(self, slot: ParamSlot, record: GradRecord, grad: torch.Tensor) -> None:
         unit: UnitState = slot.unit
-        self._space.wait_update(unit)  # the last update may still be reading the block
         wire_dtype = self._wire.gradient_dtype(slot)
+        if unit.choice.grad_home is Tier.DEVICE and self._keep(slot, record, grad, wire_dtype):
+            return
+        if record.place is GradPlace.KEPT:
+            self._put_down(slot)
+        self._space.wait_update(unit)  # the last update may still be reading the block
         on_host = grad.device.type == "cpu"
         if record.place is GradPlace.HOST:
             host = self.host_value(slot)
@@ -162,8 +172,93 @@ class Gradients:
             record.factors = []
         record.norms = {}
         if not on_host and record.ticket is not LANDED:
-            for kind in self.norm_types:
-                record.norms[kind] = torch.linalg.vector_norm(grad, kind)
+            self._note_norms(record, grad)
+
+    def _note_norms(self, record: GradRecord, grad: torch.Tensor) -> None:
+        for kind in self.norm_types:
+            record.norms[kind] = torch.linalg.vector_norm(grad, kind)
+
+    # ------------------------------------------------------------------------------------------------- kept
+    def _keep(self, slot: ParamSlot, record: GradRecord, grad: torch.Tensor, wire_dtype: torch.dtype | None) -> bool:
+        """Keep the gradient on the device, added to what is kept already. False where there is no room for it."""
+        if record.place not in (GradPlace.NONE, GradPlace.KEPT):
+            return False
+        before = record.kept
+        if before is None:
+            sent = grad if wire_dtype is None else grad.to(wire_dtype)
+            # While it was in autograd's field it was charged, and still is.
+            if not self._space.make_room(
+                max(0, sent.nbytes - slot.nbytes), keep=slot.unit, what="gradient", must=False
+            ):
+                return False
+            record.kept, record.place, record.is_wire = sent, GradPlace.KEPT, wire_dtype is not None
+            record.factors = []
+        elif record.factors:
+            return False  # multiplied before the accumulation went on: rare, and the DRAM form knows how
+        else:
+            if record.is_wire:  # a sum of two 16-bit gradients does not fit 16 bits
+                if not self._space.make_room(slot.nbytes, keep=slot.unit, what="gradient", must=False):
+                    return False
+                record.kept, record.is_wire = before.to(slot.dtype), False
+            assert record.kept is not None
+            record.kept.add_(grad)
+        record.norms = {}
+        self._note_norms(record, grad if before is None else record.kept)  # type: ignore[arg-type]
+        return True
+
+    def _charge_kept(self, slot: ParamSlot, nbytes: int) -> None:
+        ledger = self._space.ledger
+        before_nbytes = self._kept.pop(slot, 0)
+        ledger.release(Tier.DEVICE, before_nbytes)
+        if nbytes:
+            ledger.charge(Tier.DEVICE, nbytes)
+            self._kept[slot] = nbytes
+
+    def kept_nbytes(self) -> int:
+        return sum(self._kept.values())
+
+    def kept_source(self, slot: ParamSlot) -> tuple[torch.Tensor, list[Factor]] | None:
+        """For an update on the device: (gradient there, readable by compute, ordered factors); None where it is not."""
+        record = slot.unit.grads[slot.index]
+        if record.place is not GradPlace.KEPT or raw_grad(slot.param) is not None or record.kept is None:
+            return None
+        return record.kept, list(record.factors)
+
+    def _put_down(self, slot: ParamSlot) -> None:
+        """A kept gradient goes to the DRAM block."""
+        unit: UnitState = slot.unit
+        record = unit.grads[slot.index]
+        kept = record.kept
+        assert kept is not None
+        self._space.wait_update(unit)
+        host = unit.host_grad(slot, kept.dtype if record.is_wire else None)
+        record.ticket.wait()
+        record.ticket = self._space.download([(host, kept)], f"gradient ({slot.name})")
+        record.ticket.before_compute()
+        record.kept, record.place = None, GradPlace.HOST
+        self._charge_kept(slot, 0)
+
+    def spill(self) -> bool:
+        """Send every kept gradient down. False where there was none."""
+        slots = list(self._kept)
+        for slot in slots:
+            self._put_down(slot)
+        return bool(slots)
+
+    def _take_kept(self, slot: ParamSlot, record: GradRecord) -> torch.Tensor:
+        """The kept gradient as the plain run would show it, in fresh memory or the only reference to its own."""
+        kept = record.kept
+        assert kept is not None
+        grad = kept if kept.dtype == slot.dtype else kept.to(slot.dtype)
+        for factor in record.factors:
+            grad.mul_(factor.tensor)
+        self._forget_kept(slot, record)
+        return grad
+
+    def _forget_kept(self, slot: ParamSlot, record: GradRecord) -> None:
+        if record.place is GradPlace.KEPT:
+            record.kept = None
+            self._charge_kept(slot, 0)
 
     # ------------------------------------------------------------------------------------------------- p.grad
     def read(self, slot: ParamSlot) -> torch.Tensor | None:
@@ -173,13 +268,16 @@ class Gradients:
             unit: UnitState = slot.unit
             record = unit.grads[slot.index]
             fresh = raw_grad(slot.param)
-            if record.place is not GradPlace.HOST:
+            if record.place not in (GradPlace.HOST, GradPlace.KEPT):
                 if fresh is not None:
                     self._touched(slot, record)
                 return fresh
-            host = self.host_value(slot)
-            grad = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self._space.device)
-            self._space.upload([(grad, host)], f"gradient ({slot.name})").wait()
+            if record.place is GradPlace.KEPT:
+                grad = self._take_kept(slot, record)
+            else:
+                host = self.host_value(slot)
+                grad = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self._space.device)
+                self._space.upload([(grad, host)], f"gradient ({slot.name})").wait()
             if fresh is not None:
                 grad.add_(fresh)
             set_raw_grad(slot.param, grad)
@@ -191,6 +289,7 @@ class Gradients:
         if slot in unit.born:
             unit.born.remove(slot)
             self._discharge(slot.nbytes)
+        self._forget_kept(slot, record)
         record.place, record.touched = GradPlace.LIVE, True
 
     def write(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
@@ -208,6 +307,8 @@ class Gradients:
         """The DRAM gradient with every ordered factor multiplied in, readable now. Memory stays the unit's."""
         unit: UnitState = slot.unit
         record = unit.grads[slot.index]
+        if record.place is GradPlace.KEPT:
+            self._put_down(slot)
         record.ticket.wait()
         if record.is_wire or record.factors:
             self._space.wait_update(unit)
@@ -242,6 +343,9 @@ class Gradients:
                         set_raw_grad(slot.param, None)
                     self._touched(slot, record)
                     record.clear()
+                elif record.place is GradPlace.KEPT and fresh is None and record.kept is not None:
+                    record.kept.zero_()
+                    record.factors, record.norms = [], {}
                 elif record.place is GradPlace.HOST and fresh is None:
                     record.ticket.wait()
                     self._space.wait_update(unit)
@@ -259,16 +363,24 @@ class Gradients:
     # ------------------------------------------------------------------------------------------------- clipping
     def has_grad(self, slot: ParamSlot) -> bool:
         record = slot.unit.grads[slot.index]
-        return record.place is GradPlace.HOST or raw_grad(slot.param) is not None
+        return record.place in (GradPlace.HOST, GradPlace.KEPT) or raw_grad(slot.param) is not None
 
     def is_down(self, slot: ParamSlot) -> bool:
-        return slot.unit.grads[slot.index].place is GradPlace.HOST and raw_grad(slot.param) is None
+        """Whether the gradient is ours to hold: out of autograd's field."""
+        is_ours = slot.unit.grads[slot.index].place in (GradPlace.HOST, GradPlace.KEPT)
+        return is_ours and raw_grad(slot.param) is None
 
     def norm(self, slot: ParamSlot, norm_type: float) -> torch.Tensor:
         """The gradient's norm on the compute device, by the function that torch's clipping calls there."""
         with self._space.lock:
             record: GradRecord = slot.unit.grads[slot.index]
             if norm_type in record.norms and not record.factors:
+                return record.norms[norm_type]
+            if record.place is GradPlace.KEPT and record.kept is not None:
+                value = record.kept.to(slot.dtype, copy=bool(record.factors))
+                for factor in record.factors:
+                    value.mul_(factor.tensor)
+                record.norms[norm_type] = torch.linalg.vector_norm(value, norm_type)
                 return record.norms[norm_type]
             if record.is_wire and not record.factors:
                 record.ticket.wait()
@@ -299,6 +411,8 @@ class Gradients:
         with self._space.lock:
             record = slot.unit.grads[slot.index]
             record.norms = {}
+            if record.place is GradPlace.KEPT:
+                self._put_down(slot)
             if record.is_wire and not record.factors:
                 record.ticket.wait()
                 if not bool(torch.isfinite(self.raw_host(slot)).all()):
@@ -333,6 +447,7 @@ class Gradients:
         """After an exception: gradients that have not left stay in autograd's field, where plain would have them."""
         with self._space.lock:
             self._tasks.clear()
+            self.spill()
             for unit in self._open:
                 for slot in unit.born:
                     record = unit.grads[slot.index]
@@ -350,6 +465,8 @@ class Gradients:
         unit: UnitState = slot.unit
         record = unit.grads[slot.index]
         fresh = raw_grad(slot.param)
+        if record.place is GradPlace.KEPT and fresh is None:
+            self._put_down(slot)
         if record.place is GradPlace.HOST and fresh is None:
             return record.ticket, self.raw_host(slot), list(record.factors)
         grad = self.read(slot)

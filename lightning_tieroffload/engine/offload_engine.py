@@ -28,6 +28,7 @@ from lightning_tieroffload.config import TierOffloadConfig, resolve_budgets, vis
 from lightning_tieroffload.engine import optimizer as optimizers
 from lightning_tieroffload.engine import torch_patches
 from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.device_updates import assign_device_units
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.host_memory import give_back_released_memory
 from lightning_tieroffload.engine.module_hooks import ModuleHooks
@@ -103,12 +104,40 @@ class _Core:
             self.gradients,
             self.wire,
             submit=self._submit_update,
-            kernel=config.optimizer_kernel,
+            kernel=self._optimizer_kernel(),
             find_kernel=_find_kernel,
             make_pool=lambda: _make_pool(device),
+            plan_homes=self._plan_homes,
         )
+        self._planned_for: Any = None
         self.engines: list[weakref.ref[OffloadEngine]] = []
         self.num_open = 0
+
+    def _optimizer_kernel(self) -> str:
+        kernel, update_on = self.config.optimizer_kernel, self.config.update_on
+        if update_on == "device" and kernel == "torch":
+            raise UnsupportedError(
+                'update_on="device" uses update kernels of ours, and optimizer_kernel="torch" asks for torch\'s own. '
+                'Leave out one of the two, or set update_on="cpu".'
+            )
+        return "numba" if update_on == "device" else kernel
+
+    def _plan_homes(self) -> None:
+        """Between two steps: what stays on the device where there is room. Called under the residency lock."""
+        update_on = self.config.update_on
+        if update_on == "cpu" or (update_on == "auto" and self.device.type == "cpu") or self.updates.kernel == "torch":
+            return
+        units = self.space.units
+        key = tuple((unit.index, unit.wire_state, unit.grad_nbytes) for unit in units)
+        if key != self._planned_for:
+            self._planned_for = key
+            order = self.space.next_uses()
+            assign_device_units(
+                sorted(units, key=lambda unit: (order.get(unit.index, 1 << 30), unit.index)),
+                [unit for unit in units if unit.is_spanning],
+                self.space.ledger[Tier.DEVICE].budget_nbytes,
+                self.space.prefetch_units,
+            )
 
     def _submit_update(
         self,
@@ -231,6 +260,7 @@ class OffloadEngine:
         self._model = weakref.ref(model)
         self.units: list[UnitState] = []
         self._specs: list[UnitSpec] = []
+        self._spanning: set[str] = set()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._moved_buffers: list[tuple[weakref.ref[nn.Module], str, torch.device]] = []
         self._grad_handles: dict[ParamSlot, Any] = {}
@@ -339,6 +369,7 @@ class OffloadEngine:
         activation = _FIRST_ACTIVATION[self.config.activations]
         if spec.root is not None or activation is ActivationChoice.OFFLOAD_DRAM:
             unit.choice = dataclasses.replace(unit.choice, activation=activation)
+        unit.is_spanning = spec.name in self._spanning
         unit.take_homes()
         for slot in unit.slots:
             slot.owner = self
@@ -392,6 +423,7 @@ class OffloadEngine:
                 id(child) in owners and id(child) not in own for m in spec.owners for child in m.modules()
             )
             if is_spanning:
+                self._spanning.add(spec.name)
                 spanning_nbytes += nbytes + grad_nbytes
             elif nbytes + grad_nbytes > largest_nbytes:
                 largest_nbytes, largest_name = nbytes + grad_nbytes, spec.name
@@ -582,7 +614,7 @@ class OffloadEngine:
 
     def wait_update(self, slot: ParamSlot) -> None:
         with self.space.lock:
-            self.space.wait_update(slot.unit)
+            self.space.settle_state(slot.unit)
 
     # ------------------------------------------------------------------------------------------------- life
     def raise_pending_error(self) -> None:
@@ -680,7 +712,7 @@ class OffloadEngine:
             p = slot.param
             record = unit.grads[slot.index]
             grad = raw_grad(p)
-            if record.place is GradPlace.HOST:
+            if record.place in (GradPlace.HOST, GradPlace.KEPT):
                 host = self.gradients.host_value(slot).clone()
                 grad = host if grad is None else host.to(grad.device).add_(grad)  # one that had not left yet
             with torch._C._InferenceMode(False):
@@ -849,7 +881,7 @@ _FIRST_ACTIVATION = {
 
 _FINISHED = {
     "activations": ("auto", "keep", "offload", "recompute"),
-    "update_on": ("auto", "cpu"),
+    "update_on": ("auto", "cpu", "device"),
     "state_dtype": ("fp32",),
     "master_weights": ("as_given",),
     "plan_file": (None,),

@@ -32,6 +32,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lightning_tieroffload.concepts import Ticket
 from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.device_updates import DeviceSource, DeviceUpdates
 from lightning_tieroffload.engine.gradients import Gradients, fits_host
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
 from lightning_tieroffload.engine.reach import REMAPPED_DEPTH, inner_optimizers, reaches_past_its_groups
@@ -464,6 +465,7 @@ class Updates:
         kernel: ``"torch"``, ``"numba"`` or ``"auto"`` (numba with an accelerator, torch without one: then the
             numbers are those of the plain run).
         find_kernel: ``(class, group, dtype) -> kernel or None``, see ``kernels.registry``.
+        plan_homes: called after each step's updates are ordered: may give units other choices from now on.
     """
 
     def __init__(
@@ -476,7 +478,9 @@ class Updates:
         kernel: str,
         find_kernel: Callable[[type, dict[str, Any], torch.dtype], Any] | None,
         make_pool: Callable[[], Any] | None,
+        plan_homes: Callable[[], None] = lambda: None,
     ) -> None:
+        self._plan_homes = plan_homes
         self._space = space
         self._gradients = gradients
         self._wire = wire
@@ -485,6 +489,7 @@ class Updates:
         self._find_kernel = find_kernel
         self._make_pool = make_pool
         self._pool: Any = None
+        self._on_device = DeviceUpdates(space, self._get_pool)
         self.num_steps = 0
         self._step_at_s: list[float] = []
         self._first_optimizer: int | None = None
@@ -517,6 +522,7 @@ class Updates:
             torch._C._set_grad_enabled(False)
             self._order_updates(raw, cls)
             self._wire.consider()
+            self._plan_homes()
         self._note_step(raw)
         return loss
 
@@ -548,8 +554,47 @@ class Updates:
             rest.append({**{k: v for k, v in group.items() if k != "params"}, "params": unmanaged})
         if any(group["params"] for group in rest):
             _inner_step(cls)(_clone(raw, cls, rest, {}))
+        # What the CPU does begins first: it takes longest, and enqueuing on the device takes this thread's time.
+        on_device: list[tuple[UnitState, list[DeviceSource], int]] = []
         for priority, unit in enumerate(self._by_next_use(by_unit)):
-            self._order_update(raw, cls, unit, by_unit[unit], groups, priority)
+            sources = self._device_sources(raw, cls, unit, by_unit[unit], groups)
+            if sources:
+                on_device.append((unit, sources, priority))
+            else:
+                self._order_update(raw, cls, unit, by_unit[unit], groups, priority)
+        while on_device:
+            unit, sources, priority = on_device.pop(0)
+            if not self._on_device.order(unit, sources):
+                self._order_update(raw, cls, unit, by_unit[unit], groups, priority)
+                continue
+            for source in sources:
+                if not source.entry:
+                    dict.pop(raw.state, source.slot.param)  # the class keeps nothing for this parameter
+
+    def _device_sources(
+        self,
+        raw: Optimizer,
+        cls: type[Optimizer],
+        unit: UnitState,
+        items: list[tuple[ParamSlot, int]],
+        groups: list[dict[str, Any]],
+    ) -> list[DeviceSource]:
+        """What an update of the unit on the device starts from; nothing where the CPU does it."""
+        kernels = [self._kernel_for(cls, groups[index], slot.dtype) for slot, index in items]
+        if not self._on_device.can_update(unit, kernels):
+            return []
+        sources: list[DeviceSource] = []
+        for (slot, index), kernel in zip(items, kernels, strict=True):
+            kept = self._gradients.kept_source(slot)
+            if kept is None:
+                return []
+            sources.append(DeviceSource(slot, groups[index], kernel, dict.__getitem__(raw.state, slot.param), *kept))
+        return sources
+
+    def _get_pool(self) -> Any:
+        if self._pool is None and self._make_pool:
+            self._pool = self._make_pool()
+        return self._pool
 
     def _by_next_use(self, units: Iterable[UnitState]) -> list[UnitState]:
         distances = self._space.next_uses()
@@ -588,12 +633,13 @@ class Updates:
                 if by_torch:
                     self._run_torch(raw, cls, by_torch, scalar_dtype)
                 # All of a unit's parameters at once: the pool's threads go from one to the next without a gap.
-                running = [self._start_kernel(raw, source) for source in by_kernel]
+                among_numel = sum(source.slot.numel for source in by_kernel)
+                running = [self._start_kernel(raw, source, among_numel) for source in by_kernel]
                 for future in running:
                     future.result()
 
-        if any(source.kernel is not None for source in sources) and self._pool is None and self._make_pool:
-            self._pool = self._make_pool()
+        if any(source.kernel is not None for source in sources):
+            self._get_pool()
 
         def announce(ticket: Ticket) -> None:
             # Before the work can run: what Ctrl-C cuts off here is known to whoever waits, or was never submitted.
@@ -674,7 +720,7 @@ class Updates:
             }
         entry.update(scalars)
 
-    def _start_kernel(self, raw: Optimizer, source: _Source) -> Future[None]:
+    def _start_kernel(self, raw: Optimizer, source: _Source, among_numel: int) -> Future[None]:
         kernel, slot = source.kernel, source.slot
         entry = dict.get(raw.state, slot.param)
         if entry is None:
@@ -697,6 +743,7 @@ class Updates:
             self._pool, slot.split if slot.split is not None else flat_numpy(slot.home), flat_numpy(grad), states,
             step=num_step, group=source.group, grad_scales=[factor.value() for factor in source.factors],
             grad_format={torch.bfloat16: "bf16", torch.float16: "f16"}.get(grad.dtype, "f32"), is_new_state=is_first,
+            among_numel=among_numel,
         )  # fmt: skip
         if not kernel.state_names and not kernel.uses_step:
             dict.pop(raw.state, slot.param, None)

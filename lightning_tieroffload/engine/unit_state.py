@@ -37,6 +37,11 @@ _GRAIN_NBYTES = 64  # what an arena rounds a block to
 _CAUTIOUS = Choice(Tier.DRAM, Tier.DRAM, Tier.DRAM, UpdatePlace.CPU, ActivationChoice.KEEP)
 
 
+def _low_nbytes(numel: int) -> int:
+    """Bytes of a split master's low halves and tie bits: the latter begin at a cache line."""
+    return round_up(2 * numel, _GRAIN_NBYTES) + num_tie_bytes(numel)
+
+
 def align_nbytes(device: torch.device) -> int:
     """Matmul heuristics on CUDA look at alignment: 512 bytes there, a cache line on the host."""
     return 512 if device.type == "cuda" else 64
@@ -56,10 +61,12 @@ def flat_numpy(tensor: torch.Tensor) -> Any:
 
 
 class Form(enum.Enum):
-    """What a part holds on the device: the parameters as they are, or autocast's 16-bit copies of them."""
+    """What a part holds: the parameters as they are, autocast's 16-bit copies of them, or what only updates need."""
 
     FULL = "full"
     WIRE = "wire"
+    LOW = "low"  # of split masters: per parameter the low halves, then the tie bits
+    STATE = "state"  # one kind of optimizer state, fp32
 
 
 class WireState(enum.Enum):
@@ -76,6 +83,7 @@ class GradPlace(enum.Enum):
     NONE = "none"  # p.grad is None
     LIVE = "live"  # in autograd's own field on the device: just born, or touched by the user and then authoritative
     HOST = "host"  # in the unit's DRAM gradient block
+    KEPT = "kept"  # on the device, outside autograd's field: it waits there for an update on the device
 
 
 class Factor:
@@ -106,7 +114,7 @@ class GradRecord:
     Each factor is one rounded multiplication in the gradient's dtype, in order, as ``p.grad.mul_(factor)`` would do.
     """
 
-    __slots__ = ("factors", "is_wire", "norms", "place", "ticket", "touched")
+    __slots__ = ("factors", "is_wire", "kept", "norms", "place", "ticket", "touched")
 
     def __init__(self) -> None:
         self.place = GradPlace.NONE
@@ -114,7 +122,8 @@ class GradRecord:
         self.norms: dict[float, torch.Tensor] = {}
         self.ticket: CopyTicket = LANDED
         self.touched = False  # the user has seen or set it: it stays where it is
-        self.is_wire = False  # the DRAM copy is 16 bits wide and stands for the fp32 gradient that it equals
+        self.is_wire = False  # what is stored is 16 bits wide and stands for the fp32 gradient that it equals
+        self.kept: torch.Tensor | None = None  # the gradient where its place is KEPT
 
     def forget_update(self) -> None:
         """Every update has ended: nothing is to be waited for any more."""
@@ -133,20 +142,37 @@ class Part:
     """Some parameters of a unit in one form: one flat device storage, fetched and evicted as a whole."""
 
     def __init__(
-        self, unit: UnitState, form: Form, dtype: torch.dtype, slots: list[ParamSlot], *, castable: bool
+        self,
+        unit: UnitState,
+        form: Form,
+        dtype: torch.dtype,
+        slots: list[ParamSlot],
+        *,
+        castable: bool,
+        kind: str = "",
+        copy: int = 0,
     ) -> None:
         self.unit = unit
         self.form = form
         self.dtype = dtype
         self.slots = slots
         self.castable = castable
+        self.kind = kind  # of state: its key in ``optimizer.state[p]``
+        self.home_version = 0  # of state: its DRAM tensors' version when the engine last wrote or read them
+        self.given: set[int] = set()  # of state: the slots whose DRAM tensor an optimizer has
         self.device = unit.device
         self.offsets: list[int] = []  # of each slot, in elements from the start of the storage
         self.nbytes = self._lay_out()
-        self.name = f"{unit.name} ({str(dtype).removeprefix('torch.')})" if form is Form.WIRE else unit.name
-        self.shard = f"{unit.index}/{unit.name}:param:{form.value}:{dtype}:{castable}"
+        self.name = {
+            Form.FULL: unit.name,
+            Form.WIRE: f"{unit.name} ({str(dtype).removeprefix('torch.')})",
+            Form.LOW: f"low halves of {unit.name}",
+            Form.STATE: f"{kind} of {unit.name}",
+        }[form]
+        self.shard = f"{unit.index}/{unit.name}:{form.value}:{kind or dtype}:{castable}:{slots[0].index}:{copy}"
         self._num_own_refs = 0
-        self._new_storage()
+        if self.is_for_compute:
+            self._new_storage()
         self.home_arena: PinnedArena | None = None
         self.home_flat: torch.Tensor | None = None  # None where the homes are split, or cast at each upload
         # residency; under the residency lock
@@ -181,7 +207,7 @@ class Part:
         for slot in self.slots:
             offset_nbytes = round_up(offset_nbytes, max(alignment, self.dtype.itemsize))
             self.offsets.append(offset_nbytes // self.dtype.itemsize)
-            offset_nbytes += slot.numel * self.dtype.itemsize
+            offset_nbytes += _low_nbytes(slot.numel) if self.form is Form.LOW else slot.numel * self.dtype.itemsize
         return offset_nbytes
 
     def seal(self) -> None:
@@ -193,6 +219,11 @@ class Part:
         slot = self.slots[index]
         return self.flat.as_strided(slot.shape, slot.stride, self.offsets[index])
 
+    def home_view(self, slot: ParamSlot) -> torch.Tensor:
+        """The slot's tensor in DRAM, with its shape and strides."""
+        assert self.home_flat is not None
+        return self.home_flat.as_strided(slot.shape, slot.stride, self.offsets[self.slots.index(slot)])
+
     def fresh_view(self, slot: ParamSlot) -> torch.Tensor:
         """The slot's tensor in this part as one that is no view for autograd (what a custom Function may return)."""
         offset = self.offsets[self.slots.index(slot)]
@@ -202,6 +233,8 @@ class Part:
 
     def num_aliases(self) -> int:
         """Tensors outside the unit that share the storage. See [Note: handed-out tensors]."""
+        if not self.is_for_compute:
+            return 0
         return _storage_owners(self.storage) - self._num_own_refs
 
     def keep(self, make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -217,13 +250,46 @@ class Part:
 
     def materialise(self, *, poison: bool) -> None:
         with torch._C._InferenceMode(False):
-            self.storage.resize_(self.nbytes)
+            if self.is_for_compute:
+                self.storage.resize_(self.nbytes)
+            else:  # no view of it outlives a stay on the device
+                self._new_storage()
+                self._num_own_refs = _storage_owners(self.storage)
             if poison:
                 raw = torch.empty(0, dtype=torch.uint8, device=self.device)
                 raw.set_(self.storage, 0, (self.nbytes,), (1,)).fill_(255)
 
+    def note_home_version(self) -> None:
+        """What is in DRAM is as the engine left it."""
+        if self.home_flat is not None:
+            self.home_version = self.home_flat._version
+
+    def was_written(self) -> bool:
+        """Whether somebody has written to the tensors in DRAM since ``note_home_version``."""
+        return self.home_flat is not None and self.home_flat._version != self.home_version
+
     def release(self) -> None:
-        self.storage.resize_(0)
+        if self.is_for_compute:
+            self.storage.resize_(0)
+        else:
+            del self.flat, self.storage
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the device memory is there, whatever ``is_resident`` says after an interruption."""
+        if not self.is_for_compute:
+            return "storage" in self.__dict__
+        return self.storage.nbytes() >= self.nbytes > 0
+
+    @property
+    def is_pinned(self) -> bool:
+        """The plan keeps the part on the device: it leaves only where nothing else makes room."""
+        choice = self.unit.choice
+        return choice.update_on is UpdatePlace.DEVICE and choice.state_home is Tier.DEVICE
+
+    @property
+    def is_for_compute(self) -> bool:
+        return self.form in (Form.FULL, Form.WIRE)
 
     def slot_at(self, offset: int) -> ParamSlot:
         """The slot that holds element ``offset`` of the storage."""
@@ -316,17 +382,22 @@ class UnitState:
         ]
         self.nbytes = sum(part.nbytes for part in self.full_parts)
         self.wire: Part | None = None
+        self.low: Part | None = None  # beside a bfloat16 wire part, whose home is the split masters' high half
+        # By kind of state and slot: several slots share one, and a slot of several optimizers has several. Whoever
+        # updates the unit makes them, in its thread; those that have ever been asked onto the device are listed.
+        self.state_parts: dict[tuple[str, int], list[Part]] = {}
+        self.device_state: list[Part] = []
         self.wire_state = WireState.WATCHING if any(p.castable for p in self.full_parts) else WireState.REFUSED
         self.has_casts = False  # stand-ins for autocast's casts are alive
         self.num_windows = 0
         self.window_threads: dict[int, int] = {}  # thread to how many of the open windows are its own
         self.open_parts: list[Part] | None = None  # what the outermost open window leased
+        self.is_spanning = False  # in use while others are
         self.update: Any = None  # ticket of the update that writes the home next, or None
         # gradients
         self.grads = [GradRecord() for _ in self.slots]
         self._host_grads: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._grad_arenas: dict[tuple[int, torch.dtype], PinnedArena] = {}
-        self._states: dict[tuple[int, str], torch.Tensor] = {}  # mapped, not asked for yet
         self.born: list[ParamSlot] = []  # gradients that autograd has finished but that have not left yet
         self.grad_nbytes = 0
         self.max_grad_nbytes = 0
@@ -334,7 +405,18 @@ class UnitState:
 
     @property
     def parts(self) -> list[Part]:
+        """What holds parameters."""
         return self.full_parts if self.wire is None else [*self.full_parts, self.wire]
+
+    @property
+    def all_parts(self) -> list[Part]:
+        """Those, and what only updates need."""
+        return [*self.parts, *(() if self.low is None else (self.low,)), *self.device_state]
+
+    @property
+    def home_parts(self) -> list[Part]:
+        """What has a share in the parameters' homes."""
+        return self.parts if self.low is None else [*self.parts, self.low]
 
     def parts_for(self, wire_dtype: torch.dtype | None) -> list[Part]:
         """What compute needs: the wire part in place of its full one where ``wire_dtype`` is what it holds."""
@@ -349,27 +431,34 @@ class UnitState:
         self.grad_nbytes = sum(sizes_nbytes)
         self.max_grad_nbytes = max(sizes_nbytes, default=0)
 
-    def new_state(self, slot: ParamSlot, name: str) -> torch.Tensor:
-        """An fp32 tensor of the slot's shape and strides for optimizer state, its content undefined.
+    def new_state(self, slot: ParamSlot, kind: str) -> torch.Tensor:
+        """The DRAM tensor, fp32, of the slot's shape and strides, for one kind of optimizer state. Undefined at first.
 
-        One mapping for all of the unit's tensors of that name: huge pages, and touched first by who fills it.
+        One mapping for all of the unit's tensors of that kind: huge pages, and touched first by who fills it.
         """
-        key = (slot.index, name)
-        state = self._states.pop(key, None)
-        if state is None:
-            wanted = [s for s in self.slots if s is slot or (s.param.requires_grad and s.dtype == slot.dtype)]
-            arena = PinnedArena(
-                sum(round_up(4 * s.numel, _GRAIN_NBYTES) for s in wanted),
-                pin=False,
-                label=f"{name} of {self.name}",
-                place=self._place,
-            )
-            for s in wanted:
-                flat = arena.take(4 * s.numel).tensor(torch.float32, (s.numel,))
-                self._states[s.index, name] = flat.as_strided(s.shape, s.stride)
+        parts = self.state_parts.setdefault((kind, slot.index), [])
+        if not parts or slot.index in parts[-1].given:
+            slots = [slot] if parts else [
+                s for s in self.slots
+                if s is slot
+                or (s.param.requires_grad and s.dtype == slot.dtype and (kind, s.index) not in self.state_parts)
+            ]  # fmt: skip
+            part = Part(self, Form.STATE, torch.float32, slots, castable=False, kind=kind, copy=len(parts))
+            arena = PinnedArena(round_up(part.nbytes, _GRAIN_NBYTES), pin=False, label=part.name, place=self._place)
+            part.home_flat = arena.take(part.nbytes).tensor(torch.float32, (part.nbytes // 4,))
             arena.close()  # the mapping lives as long as a tensor on it does
-            state = self._states.pop(key)
-        return state
+            for s in slots:
+                self.state_parts.setdefault((kind, s.index), []).append(part)
+        parts[-1].given.add(slot.index)
+        return parts[-1].home_view(slot)
+
+    def find_state(self, slot: ParamSlot, kind: str, tensor: torch.Tensor) -> Part | None:
+        """The part whose DRAM tensor ``tensor`` is."""
+        for part in self.state_parts.get((kind, slot.index), ()):
+            view = part.home_view(slot)
+            if tensor.data_ptr() == view.data_ptr() and tensor.dtype == view.dtype and tensor.shape == view.shape:
+                return part
+        return None
 
     def running_dram_nbytes(self) -> int:
         """Host bytes of homes and gradients once every gradient has been down."""
@@ -425,24 +514,21 @@ class UnitState:
         fp16 keeps the fp32 home (16 more bits would not give it back) and casts at each upload. The home is settled.
         """
         full = next(part for part in self.full_parts if part.castable)
-        wire = Part(self, Form.WIRE, dtype, full.slots, castable=True)
+        wire = self.wire = Part(self, Form.WIRE, dtype, full.slots, castable=True)
         wire.seal()
         if dtype == torch.bfloat16:
-            low_nbytes = sum(
-                round_up(2 * s.numel, _GRAIN_NBYTES) + round_up(num_tie_bytes(s.numel), _GRAIN_NBYTES)
-                for s in full.slots
+            low = self.low = Part(self, Form.LOW, torch.uint8, full.slots, castable=True)
+            arena = self.new_arena(
+                round_up(wire.nbytes, _GRAIN_NBYTES) + round_up(low.nbytes, _GRAIN_NBYTES),
+                f"split masters of {self.name}",
             )
-            arena = self.new_arena(round_up(wire.nbytes, _GRAIN_NBYTES) + low_nbytes, f"split masters of {self.name}")
-            block = arena.take(wire.nbytes)
-            wire.home_arena = arena
-            wire.home_flat = block.tensor(dtype, (wire.nbytes // 2,))
+            high_block, low_block = arena.take(wire.nbytes), arena.take(low.nbytes)
+            wire.home_arena = low.home_arena = arena
+            wire.home_flat = high_block.tensor(dtype, (wire.nbytes // 2,))
+            low.home_flat = low_block.tensor(torch.uint8, (low.nbytes,))
             wire.home_flat.zero_()
             for index, slot in enumerate(full.slots):
-                split = SplitMaster(
-                    block.numpy("uint16", wire.offsets[index] * 2, slot.numel),
-                    arena.take(2 * slot.numel).numpy("uint16", 0, slot.numel),
-                    arena.take(num_tie_bytes(slot.numel)).numpy("uint8", 0, num_tie_bytes(slot.numel)),
-                )
+                split = self.split_views(index, wire.home_flat, low.home_flat)
                 split_f32(flat_numpy(slot.home), split.hi_u16, split.lo_u16, split.ties_u8)
                 slot.split = split
                 slot.home = None  # type: ignore[assignment]
@@ -452,9 +538,34 @@ class UnitState:
                 self._arenas.remove(full.home_arena)
                 full.home_arena.close()
                 full.home_arena = None
-        self.wire = wire
         self.wire_state = WireState.READY
         return wire
+
+    def split_views(self, index: int, wire_flat: torch.Tensor, low_flat: torch.Tensor) -> SplitMaster:
+        """The split master of the castable slot ``index`` in host tensors with the layout of the wire and low parts."""
+        wire, low = self.wire, self.low
+        assert wire is not None
+        assert low is not None
+        numel, high_at, low_at = wire.slots[index].numel, wire.offsets[index], low.offsets[index]
+        ties_at = low_at + round_up(2 * numel, _GRAIN_NBYTES)
+        return SplitMaster(
+            flat_numpy(wire_flat)[high_at : high_at + numel],
+            low_flat.numpy()[low_at : low_at + 2 * numel].view("uint16"),
+            low_flat.numpy()[ties_at : ties_at + num_tie_bytes(numel)],
+        )
+
+    def split_tensors(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(high halves, low halves, tie bits) of the castable slot ``index`` on the device; int16, int16, uint8."""
+        wire, low = self.wire, self.low
+        assert wire is not None
+        assert low is not None
+        numel, high_at, low_at = wire.slots[index].numel, wire.offsets[index], low.offsets[index]
+        ties_at = low_at + round_up(2 * numel, _GRAIN_NBYTES)
+        return (
+            wire.flat[high_at : high_at + numel].view(torch.int16),
+            low.flat[low_at : low_at + 2 * numel].view(torch.int16),
+            low.flat[ties_at : ties_at + num_tie_bytes(numel)],
+        )
 
     # ------------------------------------------------------------------------------------------------- gradients
     def host_grad(self, slot: ParamSlot, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -499,7 +610,8 @@ class UnitState:
         """Give the host memory back once nothing refers to it."""
         self._host_grads.clear()
         self._grad_arenas.clear()
-        self._states.clear()
+        self.state_parts.clear()
+        self.device_state.clear()
         for slot in self.slots:
             slot.split = None
         for arena in self._arenas:

@@ -170,16 +170,18 @@ class KernelPool:
     def num_threads(self) -> int:
         return self._num_threads
 
-    def submit(self, work: SliceWork, numel: int, *, priority: int = 0) -> Future[None]:
+    def submit(self, work: SliceWork, numel: int, *, priority: int = 0, among_numel: int = 0) -> Future[None]:
         """Call ``work(begin, end)`` for slices that cover ``numel`` elements, in the pool's threads.
 
+        Slices are so long that ``among_numel`` elements, of this and of jobs submitted together with it, keep every
+        thread busy.
         Returns a future that is done when no slice is running or left. It carries the first exception that ``work``
         raised, after which no further slice is started. Among waiting jobs the lowest ``priority`` goes first, then
         the oldest; running slices are never interrupted. What ``work`` refers to must stay alive until then.
         """
         if self._closed:
             raise TierOffloadError("this KernelPool is closed: an update was submitted after close().")
-        job = _Job(work, numel, slice_numel(max(numel, 1), self._num_threads))
+        job = _Job(work, numel, slice_numel(max(numel, among_numel, 1), self._num_threads))
         if numel <= 0:
             job.future.set_result(None)
             return job.future

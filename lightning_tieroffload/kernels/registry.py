@@ -85,6 +85,7 @@ class UpdateKernel:
         wire_format: NumberFormat = "bf16",
         is_new_state: bool = False,
         priority: int = 0,
+        among_numel: int = 0,
     ) -> Future[None]:
         """Start the update of ``master`` and ``states`` in place, in the pool's threads.
 
@@ -103,7 +104,7 @@ class UpdateKernel:
                 bfloat16 copy is ``master.hi_u16`` anyway.
             is_new_state: the state arrays hold nothing yet, as where torch has no state for the parameter: moments
                 start at zero, SGD's momentum buffer at the gradient.
-            priority: see `KernelPool.submit`.
+            priority, among_numel: see `KernelPool.submit`.
 
         Raises TierOffloadError for arrays that do not fit, before anything is written.
         """
@@ -117,7 +118,11 @@ class UpdateKernel:
         def work(begin: int, end: int) -> None:
             kernel(begin, end, *args)
 
-        return pool.submit(work, grad.size, priority=priority)
+        return pool.submit(work, grad.size, priority=priority, among_numel=among_numel)
+
+    def scalars(self, group: Mapping[str, Any], step: int, is_new_state: bool) -> Any:
+        """The host scalars of one step, for a kernel on another device."""
+        return _kernel_and_scalars(self, group, step, is_new_state)[1]
 
 
 def find_kernel(optimizer_cls: type, group: Mapping[str, Any], param_dtype: Any) -> UpdateKernel | None:

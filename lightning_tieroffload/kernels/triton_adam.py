@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tieroffload.errors import TierOffloadError, UnsupportedError
 from lightning_tieroffload.kernels.adam import AdamScalars
+from lightning_tieroffload.kernels.split import num_tie_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,8 @@ def adam_kernel() -> Any:
         exp_avg_ptr,
         exp_avg_sq_ptr,
         copy_ptr,
+        low_ptr,
+        ties_ptr,
         scales_ptr,
         numel,
         decay,
@@ -62,6 +65,7 @@ def adam_kernel() -> Any:
         NEGATE: tl.constexpr,
         IS_NEW_STATE: tl.constexpr,
         HAS_COPY: tl.constexpr,
+        IS_SPLIT: tl.constexpr,
         NUM_SCALES: tl.constexpr,
         SCALE_DTYPE: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -74,7 +78,14 @@ def adam_kernel() -> Any:
             g = (g * tl.load(scales_ptr + k)).to(SCALE_DTYPE).to(tl.float32)
         if NEGATE:
             g = g * -1.0
-        p = tl.load(master_ptr + offsets, mask=mask, other=0.0) * decay
+        if IS_SPLIT:  # see [Note: split master] in split.py; a block begins at a whole tie byte
+            high = tl.load(master_ptr + offsets, mask=mask, other=0).to(tl.int32)
+            low = tl.load(low_ptr + offsets, mask=mask, other=0).to(tl.int32) & 0xFFFF
+            ties = tl.load(ties_ptr + (offsets >> 3), mask=mask, other=0).to(tl.int32)
+            raised = (low > 0x8000).to(tl.int32) + ((ties >> (offsets & 7).to(tl.int32)) & 1)
+            p = (((high - raised) << 16) | low).to(tl.float32, bitcast=True) * decay
+        else:
+            p = tl.load(master_ptr + offsets, mask=mask, other=0.0) * decay
         if IS_NEW_STATE:
             m = tl.zeros([BLOCK], tl.float32)
             v = tl.zeros([BLOCK], tl.float32)
@@ -87,7 +98,20 @@ def adam_kernel() -> Any:
         v = tl.fma(one_minus_beta2 * g, g, v * beta2)
         root = tl.div_rn(tl.sqrt_rn(v), tl.full([BLOCK], root_correction2, tl.float32))
         p = p + tl.div_rn(negative_step * m, root + eps)
-        tl.store(master_ptr + offsets, p, mask=mask)
+        if IS_SPLIT:
+            bits = p.to(tl.int32, bitcast=True)
+            magnitude = bits & 0x7FFFFFFF
+            # A shift of a negative int32 repeats the sign, which the 16 bits that are kept do not show.
+            rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+            high = tl.where(magnitude > 0x7F800000, (bits >> 16) | 0x40, rounded)
+            is_tie = ((bits & 0x1FFFF) == 0x18000) & (magnitude <= 0x7F800000) & mask
+            tl.store(master_ptr + offsets, high.to(tl.int16), mask=mask)
+            tl.store(low_ptr + offsets, bits.to(tl.int16), mask=mask)
+            packed = tl.sum(tl.reshape(is_tie.to(tl.int32) << (offsets & 7).to(tl.int32), [BLOCK // 8, 8]), axis=1)
+            byte_offsets = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+            tl.store(ties_ptr + byte_offsets, packed.to(tl.uint8), mask=byte_offsets * 8 < numel)
+        else:
+            tl.store(master_ptr + offsets, p, mask=mask)
         tl.store(exp_avg_ptr + offsets, m, mask=mask)
         tl.store(exp_avg_sq_ptr + offsets, v, mask=mask)
         if HAS_COPY:
@@ -97,37 +121,51 @@ def adam_kernel() -> Any:
 
 
 def triton_adam_step(
-    master: torch.Tensor,
+    master: torch.Tensor | None,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     scalars: AdamScalars,
     *,
     copy: torch.Tensor | None = None,
+    split: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     grad_scales: torch.Tensor | Sequence[float] = (),
     round_scales_to: torch.dtype | None = None,
 ) -> None:
     """Update ``master``, ``exp_avg`` and ``exp_avg_sq`` (float32) in place, on the current stream of their device.
 
     All are 1-D, contiguous, equally long CUDA tensors; ``grad`` is float32, bfloat16 or float16 and is not changed.
-    ``copy`` (bfloat16 or float16), if given, gets the new master rounded. ``grad_scales`` multiply the gradient in
-    their order, each product rounded to ``round_scales_to`` (float32 unless said); a float32 tensor on the device
-    avoids a copy. Gives the bits of `adam_slice` with the same scalars. Asynchronous: the caller keeps the tensors
-    alive, and orders streams. Raises TierOffloadError for tensors that do not fit together.
+    ``split`` stands for the master (which is None then): its bfloat16 copy's bits and low halves as int16, and the tie
+    bits, ``num_tie_bytes(numel)`` of uint8 (see split.py). ``copy`` (bfloat16 or float16), if given, gets the new
+    master rounded. ``grad_scales`` multiply the gradient in their order, each product rounded to ``round_scales_to``
+    (float32 unless said); a float32 tensor on the device avoids a copy. Gives the bits of `adam_slice` with the same
+    scalars. Asynchronous: the caller keeps the tensors alive, and orders streams. Raises TierOffloadError for tensors
+    that do not fit together.
     """
     import torch
 
     numel = grad.numel()
-    for name, tensor, dtypes in (
-        ("master", master, (torch.float32,)),
-        ("grad", grad, (torch.float32, torch.bfloat16, torch.float16)),
-        ("exp_avg", exp_avg, (torch.float32,)),
-        ("exp_avg_sq", exp_avg_sq, (torch.float32,)),
-        *([("copy", copy, (torch.bfloat16, torch.float16))] if copy is not None else []),
+    if (master is None) == (split is None) or (split is not None and copy is not None):
+        raise TierOffloadError("pass the master, or its split form, which has the copy in it: one of the two.")
+    for name, tensor, dtypes, wanted in (
+        *([("master", master, (torch.float32,), numel)] if master is not None else []),
+        ("grad", grad, (torch.float32, torch.bfloat16, torch.float16), numel),
+        ("exp_avg", exp_avg, (torch.float32,), numel),
+        ("exp_avg_sq", exp_avg_sq, (torch.float32,), numel),
+        *([("copy", copy, (torch.bfloat16, torch.float16), numel)] if copy is not None else []),
+        *(
+            []
+            if split is None
+            else [
+                ("the master's high half", split[0], (torch.int16,), numel),
+                ("the master's low half", split[1], (torch.int16,), numel),
+                ("the master's tie bits", split[2], (torch.uint8,), num_tie_bytes(numel)),
+            ]
+        ),
     ):
-        if tensor.shape != (numel,) or tensor.dtype not in dtypes or not tensor.is_contiguous() or not tensor.is_cuda:
+        if tensor.shape != (wanted,) or tensor.dtype not in dtypes or not tensor.is_contiguous() or not tensor.is_cuda:
             raise TierOffloadError(
-                f"{name} must be a contiguous 1-D CUDA tensor of {numel} elements and dtype "
+                f"{name} must be a contiguous 1-D CUDA tensor of {wanted} elements and dtype "
                 f"{' or '.join(map(str, dtypes))}; it is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}."
             )
     if numel == 0:
@@ -139,14 +177,17 @@ def triton_adam_step(
     scale_dtype = {None: tl.float32, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
         round_scales_to
     ]
+    stored, low, ties = (master, exp_avg, exp_avg) if split is None else split  # absent arrays: any, never touched
     with torch.cuda.device(grad.device):
         adam_kernel()[(-(-numel // BLOCK_NUMEL),)](
-            master,
+            stored,
             grad,
             exp_avg,
             exp_avg_sq,
-            master if copy is None else copy,
-            master if grad_scales.numel() == 0 else grad_scales,
+            stored if copy is None else copy,
+            low,
+            ties,
+            exp_avg if grad_scales.numel() == 0 else grad_scales,
             numel,
             float(scalars.decay),
             float(scalars.l2),
@@ -161,6 +202,7 @@ def triton_adam_step(
             NEGATE=scalars.negate,
             IS_NEW_STATE=scalars.is_new_state,
             HAS_COPY=copy is not None,
+            IS_SPLIT=split is not None,
             NUM_SCALES=grad_scales.numel(),
             SCALE_DTYPE=scale_dtype,
             BLOCK=BLOCK_NUMEL,

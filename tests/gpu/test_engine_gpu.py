@@ -76,14 +76,20 @@ def test_numbers_do_not_depend_on_the_budget(amp: torch.dtype | None, accumulate
     """Bit-identical between a starved device and everything on the device, whatever the stream is busy with."""
     model = build()
     results = []
-    for budget, busy in (("24MiB", False), ("24MiB", True), ("2GiB", False)):
+    homes = set()
+    for budget, busy, update_on in (
+        ("24MiB", False, "cpu"), ("24MiB", True, "auto"), ("80MiB", False, "auto"), ("80MiB", True, "auto"),
+        ("2GiB", False, "auto"), ("2GiB", True, "auto"), ("2GiB", False, "cpu"),
+    ):  # fmt: skip
         seen, weights, report = train(
             copy.deepcopy(model), amp=amp, accumulate=accumulate, busy=busy,
-            offload={"device_budget": budget, "dram_budget": "8GiB"},
+            offload={"device_budget": budget, "dram_budget": "8GiB", "update_on": update_on},
         )  # fmt: skip
         assert report is not None
+        homes.add(sum(unit["update_on"] == "device" for unit in report["plan"]["units"]))
         assert report["tiers"]["device"]["peak_nbytes"] <= report["tiers"]["device"]["budget_nbytes"]
         results.append((seen, weights))
+    assert len(homes) >= 3, "none, some and all of the units are updated on the device"
     for seen, weights in results[1:]:
         assert seen == results[0][0]
         assert all(torch.equal(weights[k], results[0][1][k]) for k in weights)

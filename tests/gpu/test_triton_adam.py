@@ -10,6 +10,7 @@ import torch
 
 from lightning_tieroffload.kernels import triton_adam
 from lightning_tieroffload.kernels.adam import adam_scalars, adam_slice
+from lightning_tieroffload.kernels.split import SplitMaster
 from tests import triton_ptx
 from tests.kernel_cases import KernelCase, assert_same_bits
 
@@ -69,6 +70,44 @@ def test_the_gpu_has_the_cpus_bits(rule: dict[str, Any], form: dict[str, Any], h
         is_nan = np.isnan(a["master"])
         assert np.array_equal(a["copy"][~is_nan], bits[~is_nan])
         assert copy.isnan().cpu().numpy()[is_nan].all()
+
+
+@pytest.mark.parametrize("numel", [1, 8, 1000, 1024 * 33, 1024 * 1024 + 7])
+@pytest.mark.parametrize("hostile", [False, True])
+@pytest.mark.parametrize("grad_format", ["f32", "bf16"])
+def test_split_masters_have_the_cpus_bits(numel: int, hostile: bool, grad_format: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    scalars = adam_scalars(lr=1.3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
+    case = KernelCase(
+        numel, hostile=hostile and numel >= 20, master_form="split", grad_format=grad_format, scales=(0.37,)
+    )
+    a = case.arrays
+    split = (
+        on_device(a["hi"], torch.int16),
+        on_device(a["lo"], torch.int16),
+        torch.from_numpy(a["ties"].copy()).cuda(),
+    )
+    exp_avg, exp_avg_sq = on_device(a["first"]), on_device(a["second"])
+    grad = on_device(a["grad_f32"]) if grad_format == "f32" else on_device(a["grad_u16"], torch.bfloat16)
+    args = case.args(scalars)
+    adam_slice.prepare(*args)
+    for _ in range(3):
+        triton_adam.triton_adam_step(None, grad, exp_avg, exp_avg_sq, scalars, split=split, grad_scales=(0.37,))
+        adam_slice(0, numel, *args)
+    is_nan = np.isnan(merge_f32_numpy_of(a))
+    assert_same_bits(
+        {"first": a["first"], "second": a["second"]},
+        {"first": exp_avg.cpu().numpy(), "second": exp_avg_sq.cpu().numpy()},
+    )
+    for name, tensor in (("hi", split[0]), ("lo", split[1])):
+        bits = tensor.cpu().numpy().view(np.uint16)
+        assert np.array_equal(a[name][~is_nan], bits[~is_nan]), name
+    have = np.unpackbits(split[2].cpu().numpy(), bitorder="little")
+    assert np.array_equal(np.unpackbits(a["ties"], bitorder="little"), have)
+
+
+def merge_f32_numpy_of(a: dict[str, np.ndarray]) -> np.ndarray:
+    return SplitMaster(a["hi"], a["lo"], a["ties"]).to_f32()
 
 
 def test_many_steps_stay_equal() -> None:

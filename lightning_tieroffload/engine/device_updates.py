@@ -1,0 +1,230 @@
+"""Floor 7. Updates on the device: state, split masters and gradients are there, and compute's own stream updates them.
+
+Owns nothing but the order of things: parts are the units', memory and residency the space's, arithmetic the kernels'.
+
+[Note: looked-at state] ``optimizer.state[p]`` shows tensors in DRAM, the same objects for life, as the plain run's are.
+While the newest state is on the device they are old, so whoever looks makes them new first, and what he writes to them
+counts. Whoever goes on holding one expects to see every later step in it: such a unit is updated on the CPU until he
+lets go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.params import ParamSlot
+from lightning_tieroffload.engine.unit_state import Factor, Part, UnitState, WireState, flat_numpy
+from lightning_tieroffload.planning.cost_model import UpdatePlace
+from lightning_tieroffload.sizes import round_up
+
+__all__ = ["DeviceSource", "DeviceUpdates", "assign_device_units"]
+
+# A dict in ``optimizer.state``, the argument of getrefcount, and what this file holds of it.
+_OWN_ENTRY_REFS = 4
+
+
+@dataclass(slots=True)
+class DeviceSource:
+    """One parameter's share of an update on the device."""
+
+    slot: ParamSlot
+    group: dict[str, Any]
+    kernel: Any
+    entry: dict[str, Any]  # of ``optimizer.state``
+    grad: torch.Tensor
+    factors: list[Factor]
+
+
+class DeviceUpdates:
+    """Updates of whole units on the device of ``space``. Called under the residency lock, in the training thread.
+
+    Args:
+        get_pool: the kernels' threads, for a DEVICE tier that is host memory.
+    """
+
+    def __init__(self, space: DeviceSpace, get_pool: Callable[[], Any]) -> None:
+        self._space = space
+        self._get_pool = get_pool
+        self._scales: dict[tuple[int, ...], tuple[list[Factor], torch.Tensor]] = {}
+
+    def can_update(self, unit: UnitState, kernels: Iterable[Any]) -> bool:
+        """Whether the plan has the unit updated here, and it can be just now."""
+        if unit.choice.update_on is not UpdatePlace.DEVICE:
+            return False
+        if unit.wire is not None and (unit.low is None or unit.wire_state is not WireState.READY):
+            return False
+        families = ("adam", "adamw") if self._space.device.type == "cuda" else ("adam", "adamw", "sgd", "lion")
+        return all(kernel is not None and kernel.family in families for kernel in kernels)
+
+    def order(self, unit: UnitState, sources: Sequence[DeviceSource]) -> bool:
+        """Enqueue the unit's update on the compute stream. False, with nothing changed, where that cannot be."""
+        if any(_is_held(source) for source in sources):
+            return False
+        parts: dict[Part, None] = {}
+        fresh_slots: dict[Part, set[int]] = {}
+        made: list[tuple[DeviceSource, str]] = []
+        views: list[dict[str, Part]] = []
+        for source in sources:
+            slot = source.slot
+            if unit.wire is not None and slot.castable:
+                parts.update(dict.fromkeys((unit.wire, unit.low)))  # type: ignore[arg-type]
+            else:
+                parts[slot.part] = None
+            if source.kernel.uses_step:
+                source.entry.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+            views.append({})
+            for kind in source.kernel.state_names:
+                if source.entry.get(kind) is None:
+                    source.entry[kind] = unit.new_state(slot, kind)
+                    made.append((source, kind))
+                    part = unit.find_state(slot, kind, source.entry[kind])
+                    fresh_slots.setdefault(part, set()).add(slot.index)  # type: ignore[arg-type]
+                else:
+                    part = self._own_state(unit, slot, kind, source.entry)
+                assert part is not None
+                self._space.track_state(part)
+                parts[part] = None
+                views[-1][kind] = part
+        fresh = {part for part, slots in fresh_slots.items() if part.given <= slots}
+
+        def launch() -> None:
+            new = {(id(source), kind) for source, kind in made}
+            for source, of_kind in zip(sources, views, strict=True):
+                is_new = any((id(source), kind) in new for kind in of_kind)
+                self._launch(unit, source, of_kind, is_new=is_new)
+
+        if not self._space.update_on_device(unit, [source.slot for source in sources], list(parts), fresh, launch):
+            for source, kind in made:
+                unit.find_state(source.slot, kind, source.entry.pop(kind)).given.discard(source.slot.index)  # type: ignore[union-attr]
+            return False
+        for source in sources:
+            if source.kernel.uses_step:
+                source.entry["step"] += 1
+        return True
+
+    def _own_state(self, unit: UnitState, slot: ParamSlot, kind: str, entry: dict[str, Any]) -> Part:
+        """The part that holds ``entry[kind]``; made, and given its values, where they came from elsewhere (a load)."""
+        tensor = entry[kind]
+        part = unit.find_state(slot, kind, tensor)
+        if part is None:
+            self._space.settle_state(unit)
+            entry[kind] = unit.new_state(slot, kind)
+            entry[kind].copy_(tensor)
+            part = unit.find_state(slot, kind, entry[kind])
+            assert part is not None
+            if part in unit.device_state:
+                self._space.state_was_written(part)
+        elif part in unit.device_state and part.was_written():
+            self._space.state_was_written(part)
+        return part
+
+    def _launch(self, unit: UnitState, source: DeviceSource, of_kind: dict[str, Part], *, is_new: bool) -> None:
+        slot = source.slot
+        states = {kind: _flat(part.device_view(part.slots.index(slot))) for kind, part in of_kind.items()}
+        step = int(source.entry["step"].item()) + 1 if source.kernel.uses_step else 1
+        if self._space.device.type != "cuda":
+            if unit.wire is not None and slot.castable:
+                index = unit.wire.slots.index(slot)
+                master: Any = unit.split_views(index, unit.wire.flat, unit.low.flat)  # type: ignore[union-attr]
+            else:
+                master = flat_numpy(slot.part.device_view(slot.part.slots.index(slot)))
+            source.kernel.run(
+                self._get_pool(), master, flat_numpy(source.grad),
+                {kind: state.numpy() for kind, state in states.items()}, step=step, group=source.group,
+                grad_scales=[factor.value() for factor in source.factors],
+                grad_format={torch.bfloat16: "bf16", torch.float16: "f16"}.get(source.grad.dtype, "f32"),
+                is_new_state=is_new,
+            )  # fmt: skip
+            return
+        from lightning_tieroffload.kernels.triton_adam import triton_adam_step
+
+        split = None
+        if unit.wire is not None and slot.castable:
+            split = unit.split_tensors(unit.wire.slots.index(slot))
+            wanted = None
+        else:
+            wanted = _flat(slot.part.device_view(slot.part.slots.index(slot)))
+        triton_adam_step(
+            wanted, _flat(source.grad), states["exp_avg"], states["exp_avg_sq"],
+            source.kernel.scalars(source.group, step, is_new), split=split, grad_scales=self._scales_of(source.factors),
+        )  # fmt: skip
+
+    def _scales_of(self, factors: Sequence[Factor]) -> torch.Tensor | Sequence[float]:
+        """The factors as one tensor on the device: the same ones serve every parameter of a step."""
+        if not factors:
+            return ()
+        key = tuple(id(factor) for factor in factors)
+        found = self._scales.get(key)
+        if found is None:
+            self._scales.clear()
+            device = self._space.device
+            values = [factor.tensor.to(device=device, dtype=torch.float32) for factor in factors]
+            found = self._scales[key] = (list(factors), torch.stack(values))
+        return found[1]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as one dimension."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _is_held(source: DeviceSource) -> bool:
+    """Somebody holds state that he looked at. See [Note: looked-at state]."""
+    if sys.getrefcount(source.entry) > _OWN_ENTRY_REFS:
+        return True
+    tensors = [source.entry.get(kind) for kind in source.kernel.state_names]
+    # The dict, the list, the loop's name and the argument.
+    return any(tensor is not None and sys.getrefcount(tensor) > 4 for tensor in tensors)
+
+
+def assign_device_units(
+    units: Sequence[UnitState], spanning: Iterable[UnitState], budget_nbytes: int, prefetch_units: int
+) -> None:
+    """Give units a device home and updates on the device, as far as the budget goes; the rest stay with the CPU.
+
+    ``units`` come in the order of the next forward: the first ones are needed first, so that those that the CPU
+    updates have the others' forward to hide under. ``spanning`` are in use around others.
+    """
+    spanning = set(spanning)
+    chosen: set[UnitState] = set()
+    for unit in units:
+        if unit.grad_nbytes and _need_nbytes(units, spanning, chosen | {unit}, prefetch_units) <= budget_nbytes:
+            chosen.add(unit)
+    for unit in units:
+        place = UpdatePlace.DEVICE if unit in chosen else UpdatePlace.CPU
+        home = Tier.DEVICE if unit in chosen else Tier.DRAM
+        was_here = unit.choice.state_home is Tier.DEVICE
+        if unit in chosen or was_here:
+            param_home = home if home is Tier.DEVICE or was_here else unit.choice.param_home
+            unit.choice = dataclasses.replace(
+                unit.choice, param_home=param_home, state_home=home, grad_home=home, update_on=place
+            )
+
+
+def _need_nbytes(
+    units: Sequence[UnitState], spanning: set[UnitState], chosen: set[UnitState], prefetch_units: int
+) -> int:
+    """Device bytes at the worst time: what the chosen ones keep, and what computing the others takes."""
+    kept_nbytes = around_nbytes = window_nbytes = newborn_nbytes = 0
+    for unit in units:
+        compute_nbytes = sum(part.nbytes for part in unit.parts_for(unit.wire.dtype if unit.wire else None))
+        trainable = [slot for slot in unit.slots if slot.param.requires_grad]
+        travels_in_16_bits = {slot: unit.wire is not None and slot.castable for slot in trainable}
+        newborn_nbytes = max(newborn_nbytes, unit.grad_nbytes)
+        if unit in chosen:
+            kept_nbytes += compute_nbytes + (unit.low.nbytes if unit.low is not None else 0)
+            for slot in trainable:
+                kept_nbytes += 2 * round_up(4 * slot.numel, 512) + slot.numel * (2 if travels_in_16_bits[slot] else 4)
+        elif unit in spanning:
+            around_nbytes += compute_nbytes
+        else:
+            window_nbytes = max(window_nbytes, compute_nbytes)
+    return kept_nbytes + around_nbytes + (1 + prefetch_units) * window_nbytes + 2 * newborn_nbytes

@@ -1,0 +1,300 @@
+"""Updates on the device, where state and gradients stay: the CPU kernels' bits, whatever is at home where."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness import SLOW, Recording, Variant, assert_exact, attach, delay_seed, one_thread, run, seed_all, take_down
+from fakes import Block, batches
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from lightning_tieroffload.config import TierOffloadConfig
+from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
+from lightning_tieroffload.errors import UnsupportedError
+
+
+class Net(nn.Module):
+    """Blocks, a weight used twice, a norm, a frozen weight, and one that takes part only sometimes."""
+
+    def __init__(self, width: int = 32, depth: int = 5) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList([Block(width, width) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.sometimes = nn.Linear(width, width)
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(False)
+        self.is_on = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.frozen(self.norm(x))
+        return self.sometimes(x) if self.is_on else x
+
+
+def build(cls: Any = torch.optim.AdamW, **options: Any) -> Callable[[], tuple[nn.Module, Any]]:
+    def make() -> tuple[nn.Module, Any]:
+        model = Net()
+        return model, cls(model.parameters(), lr=1e-2, **options)
+
+    return make
+
+
+def loop(amp: bool, accumulate: int = 1, clip: float | None = 0.5, set_to_none: bool = True) -> Any:
+    def train(model: Any, optimizer: Any, look: Any) -> None:
+        data = batches(6 * accumulate, 4, 32)
+        for step in range(6):
+            model.is_on = step % 3 != 1
+            for x in data[step * accumulate : (step + 1) * accumulate]:
+                with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                    loss = model(x).float().square().mean()
+                (loss / accumulate).backward()
+            norm = clip_grad_norm_(model.parameters(), clip) if clip else torch.zeros(())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            look(loss=loss, norm=norm)
+
+    return train
+
+
+VARIANTS = [
+    Variant(budget="all"),
+    Variant(SLOW, prefetch=2, seed=1, every_look=False, budget="all"),
+    Variant(SLOW, prefetch=2, seed=2, every_look=False, budget=60_000),
+    Variant(budget=90_000, every_look=False),
+    Variant(SLOW, prefetch=1, seed=3, every_look=True, budget=90_000),
+]
+
+
+def num_on_device(recording: Recording) -> int:
+    return sum(unit["update_on"] == "device" for unit in recording.reports[0]["plan"]["units"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("amp", "accumulate", "clip", "set_to_none"),
+    [(False, 1, 0.5, True), (True, 1, 0.5, True), (True, 3, 0.5, True), (True, 1, None, False), (False, 2, 1e9, False)],
+)
+def test_the_same_bits_as_updates_on_the_cpu(
+    variant: Variant, amp: bool, accumulate: int, clip: float | None, set_to_none: bool
+) -> None:
+    train = loop(amp, accumulate, clip, set_to_none)
+    kernels = {"optimizer_kernel": "numba"}
+    reference = run(build(), train, Variant(), num_expected=6, update_on="cpu", **kernels)
+    ours = run(build(), train, variant, num_expected=6, update_on="device", **kernels)
+    assert_exact(reference, ours, str(variant))
+    assert num_on_device(reference) == 0
+    assert num_on_device(ours) >= (5 if variant.budget == "all" else 1)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.Adam, {"weight_decay": 0.1}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.SGD, {}),
+        (torch.optim.RMSprop, {}),  # no kernel of ours: the CPU runs torch's class
+    ],
+)
+def test_every_kind_of_optimizer(cls: Any, options: dict[str, Any]) -> None:
+    train = loop(True)
+    reference = run(build(cls, **options), train, Variant(), num_expected=6, optimizer_kernel="numba")
+    for variant in VARIANTS[:2]:
+        ours = run(build(cls, **options), train, variant, num_expected=6, update_on="device", optimizer_kernel="numba")
+        assert_exact(reference, ours, str(variant))
+
+
+def pair(amp: bool = True) -> list[tuple[Any, Any, OffloadEngine, Any]]:
+    """The same model twice: (model, optimizer, engine, one step), updated on the CPU and on the device."""
+    result = []
+    for update_on in ("cpu", "device"):
+        seed_all(0)
+        model, optimizer = build()()
+        engine = attach(model, optimizer, Variant(SLOW, budget="all"), optimizer_kernel="numba", update_on=update_on)
+        data = iter(batches(64, 4, 32))
+
+        def step(model: Any = model, optimizer: Any = optimizer, data: Any = data) -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                loss = model(next(data)).float().square().mean()
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        result.append((model, optimizer, engine, step))
+    return result
+
+
+def agree(runs: list[tuple[Any, Any, OffloadEngine, Any]]) -> None:
+    states = [take_down(model, [optimizer]) for model, optimizer, _, _ in runs]
+    recordings = [Recording(looks=[state]) for state in states]
+    assert_exact(*recordings)
+
+
+Meddle = Callable[[Any, Any], None]
+
+
+def write_state(model: Any, optimizer: Any) -> None:
+    for p in model.blocks[1].parameters():
+        optimizer.state[p]["exp_avg"].mul_(0.5)
+
+
+def replace_state(model: Any, optimizer: Any) -> None:
+    for p in model.blocks[2].parameters():
+        optimizer.state[p]["exp_avg_sq"] = optimizer.state[p]["exp_avg_sq"] * 2
+
+
+def clear_state(model: Any, optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def reload(model: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model.load_state_dict({k: v * 1.25 for k, v in model.state_dict().items()})
+
+
+def write_weights(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.75)
+
+
+def replace_data(model: Any, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.75
+
+
+def read_everything(model: Any, optimizer: Any) -> None:
+    sum(p.sum() for p in model.parameters())
+    [v.clone() for entry in optimizer.state.values() for v in entry.values()]
+
+
+def freeze(model: Any, optimizer: Any) -> None:
+    for p in model.blocks[0].parameters():
+        p.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [write_state, replace_state, clear_state, reload, write_weights, replace_data, read_everything, freeze],
+)
+@pytest.mark.parametrize("amp", [False, True])
+def test_what_user_code_does_between_steps_counts(meddle: Meddle, amp: bool) -> None:
+    with one_thread():
+        runs = pair(amp)
+        try:
+            for _ in range(3):
+                for *_, step in runs:
+                    step()
+            for _ in range(2):
+                for model, optimizer, _, step in runs:
+                    meddle(model, optimizer)
+                    step()
+                    step()
+            agree(runs)
+        finally:
+            for _, _, engine, _ in runs:
+                engine.close()
+        agree(runs)
+
+
+@pytest.mark.parametrize("hold", ["tensor", "view", "entry"])
+def test_held_state_shows_every_later_step(hold: str) -> None:
+    """See [Note: looked-at state]: as in the plain run, a tensor that was read once is the live one."""
+    with one_thread():
+        runs = pair()
+        try:
+            held = []
+            for model, optimizer, _, step in runs:
+                for _ in range(3):
+                    step()
+                entry = optimizer.state[
+                    model.blocks[1].first.weight
+                    if hasattr(model.blocks[1], "first")
+                    else next(model.blocks[1].parameters())
+                ]
+                held.append(
+                    {
+                        "tensor": lambda e=entry: e["exp_avg"],
+                        "view": lambda e=entry: e["exp_avg"].view(-1),
+                        "entry": lambda e=entry: e,
+                    }[hold]()
+                )
+                del entry
+                for _ in range(2):
+                    step()
+            values = [each["exp_avg"] if hold == "entry" else each for each in held]
+            assert torch.equal(values[0], values[1])
+            del values, held
+            gc.collect()
+            for *_, step in runs:
+                step()
+            agree(runs)
+        finally:
+            for _, _, engine, _ in runs:
+                engine.close()
+
+
+def test_two_optimizers_over_the_same_parameters_have_states_of_their_own() -> None:
+    with one_thread():
+        results = []
+        for update_on in ("cpu", "device"):
+            seed_all(0)
+            model = Net()
+            optimizers = [torch.optim.AdamW(model.parameters(), lr=lr) for lr in (1e-2, 1e-3)]
+            engine = attach(model, optimizers, Variant(budget="all"), optimizer_kernel="numba", update_on=update_on)
+            for step, x in enumerate(batches(6, 4, 32)):
+                model(x).square().mean().backward()
+                optimizers[step % 2].step()
+                optimizers[step % 2].zero_grad()
+            results.append(Recording(looks=[take_down(model, optimizers)]))
+            engine.close()
+        assert_exact(*results)
+
+
+def test_an_exception_in_the_loop_loses_nothing() -> None:
+    with one_thread():
+        runs = pair()
+        try:
+            for model, _, engine, step in runs:
+                step()
+                step()
+                step()
+                handle = model.blocks[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    step()
+                handle.remove()
+                engine.reset()
+                model.zero_grad()
+                step()
+            agree(runs)
+            assert runs[1][2].report()["tiers"]["device"]["used_nbytes"] <= 1 << 30
+        finally:
+            for _, _, engine, _ in runs:
+                engine.close()
+
+
+def test_budget_is_kept_and_settings_that_exclude_each_other_are_refused() -> None:
+    with one_thread(), delay_seed(0):
+        seed_all(0)
+        model, optimizer = build()()
+        engine = attach(model, optimizer, Variant(budget=90_000), optimizer_kernel="numba", update_on="device")
+        for x in batches(5, 4, 32):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = engine.report()["tiers"]["device"]
+        assert 0 < report["peak_nbytes"] <= 90_000
+        engine.close()
+        assert engine_of(model) is None
+    with pytest.raises(UnsupportedError, match="update_on"):
+        OffloadEngine.attach(
+            Net(), TierOffloadConfig(update_on="device", optimizer_kernel="torch"), torch.device("cpu")
+        )
