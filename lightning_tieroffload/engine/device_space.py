@@ -76,7 +76,9 @@ class DeviceSpace:
         self.num_fetches = 0
         self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed)
         self._pid = os.getpid()
-        self.on_pressure: Callable[[], bool] = lambda: False  # sends down what waits for an update on the device
+        # Gradients give room: first those on their way down, behind their copies; with True also those that wait on the
+        # device for an update. False where there is nothing left to give.
+        self.on_pressure: Callable[[bool], bool] = lambda must: False
         self._lent: list[Part] = []  # on the device as the user's memory, uncharged
         self._forward_threads: set[int] = set()
         self._has_several_threads = False
@@ -397,6 +399,18 @@ class DeviceSpace:
             ticket.wait()
         return ticket
 
+    def add_down(
+        self, target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor, norm_types: Iterable[float], label: str
+    ) -> tuple[CopyTicket, dict[float, torch.Tensor]]:
+        """See ``Streams.add_down``."""
+        ticket, norms = self._streams.add_down(target, before, grad, norm_types, label)
+        self.moved_nbytes["d2h"] += target.nbytes
+        if self.device.type != "cpu":
+            self.moved_nbytes["h2d"] += before.nbytes
+        if self.no_overlap:
+            ticket.wait()
+        return ticket, norms
+
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
         """Order copies DRAM to device that are not a unit's parameters."""
         ticket = self._streams.upload(pairs, label)
@@ -537,12 +551,12 @@ class DeviceSpace:
                     part.charged_nbytes = 0
                     if part not in self._lent:
                         self._lent.append(part)
+        while account.headroom_nbytes < nbytes and self.on_pressure(must):
+            pass
         if account.headroom_nbytes >= nbytes:
             return True
         if not must:
             return False
-        if self.on_pressure() and account.headroom_nbytes >= nbytes:
-            return True
         held = sorted({u.name for u in self.units for p in u.parts if p.is_resident and p.num_leases > 0})
         raise CapacityError(
             f"{what} needs {format_nbytes(nbytes)} on the device, {format_nbytes(account.headroom_nbytes)} is free of "

@@ -13,6 +13,7 @@ bits where that loses nothing; under pressure, or when something else than an up
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot, raw_grad, set_raw_grad
-from lightning_tieroffload.engine.streams import LANDED
+from lightning_tieroffload.engine.streams import LANDED, CopyTicket
 from lightning_tieroffload.engine.unit_state import Factor, GradPlace, GradRecord, Part, UnitState
 from lightning_tieroffload.engine.wire import Wire
 
@@ -50,7 +51,8 @@ class Gradients:
         self.norm_types: set[float] = set()
         self.charged_nbytes = 0  # of gradients in autograd's field
         self._kept: dict[ParamSlot, int] = {}  # gradients kept on the device, and what each is charged
-        space.on_pressure = self.spill
+        self._leaving: deque[tuple[CopyTicket, int]] = deque()
+        space.on_pressure = self.relieve
 
     # ------------------------------------------------------------------------------------------------- backward
     def in_backward(self) -> bool:
@@ -93,6 +95,7 @@ class Gradients:
         with self._space.lock:
             self.enter_backward()
             self.settle_all(but=unit)
+            self._reap()
             record = unit.grads[slot.index]
             if record.touched:
                 return
@@ -119,6 +122,25 @@ class Gradients:
         self._space.ledger.release(Tier.DEVICE, nbytes)
         self.charged_nbytes -= nbytes
 
+    def _charge_leaving(self, ticket: CopyTicket, nbytes: int) -> None:
+        """Memory of a gradient on its way down is held until the copy has landed, and charged as long."""
+        if ticket is not LANDED and self._space.device.type != "cpu":
+            self._space.ledger.charge(Tier.DEVICE, nbytes)
+            self._leaving.append((ticket, nbytes))
+
+    def relieve(self, must: bool) -> bool:
+        """Give device memory back that gradients hold: the oldest on its way down is waited for. See DeviceSpace."""
+        if self._leaving:
+            if not self._leaving[0][0].done():
+                self._leaving[0][0].wait()
+            self._reap()
+            return True
+        return must and self.spill()
+
+    def _reap(self) -> None:
+        while self._leaving and self._leaving[0][0].done():
+            self._space.ledger.release(Tier.DEVICE, self._leaving.popleft()[1])
+
     def settle_all(self, but: UnitState | None = None) -> None:
         """Send every born gradient on its way down, those of ``but`` excepted."""
         for unit in list(self._open):
@@ -141,6 +163,10 @@ class Gradients:
             self._discharge(slot.nbytes)
             if record.kept is not None:
                 self._charge_kept(slot, record.kept.nbytes)
+            elif record.place is GradPlace.HOST:
+                # A sum has what it was added to beside it.
+                num_copies = 2 if record.norms_ticket is record.ticket else 1
+                self._charge_leaving(record.ticket, num_copies * self.raw_host(slot).nbytes)
 
     def _send_down(self, slot: ParamSlot, record: GradRecord, grad: torch.Tensor) -> None:
         unit: UnitState = slot.unit
@@ -150,31 +176,35 @@ class Gradients:
         if record.place is GradPlace.KEPT:
             self._put_down(slot)
         self._space.wait_update(unit)  # the last update may still be reading the block
-        on_host = grad.device.type == "cpu"
         if record.place is GradPlace.HOST:
-            host = self.host_value(slot)
-            if on_host:
-                self._space.moved_nbytes["d2h"] += grad.nbytes
-                host.add_(grad)
-            else:
-                # A 16-bit gradient is widened by the addition itself, exactly.
-                sent = grad if wire_dtype is None else grad.to(wire_dtype)
-                staged = torch.empty_strided(slot.shape, slot.stride, dtype=sent.dtype, device="cpu")
-                self._space.download([(staged, sent)], f"gradient ({slot.name})").wait()
-                host.add_(staged)
-        else:
-            sent = grad if wire_dtype is None or on_host else grad.to(wire_dtype)
-            host = unit.host_grad(slot, wire_dtype)
-            record.ticket.wait()  # a gradient that was cleared before it was used may still be on its way to the block
-            record.ticket = self._space.download([(host, sent)], f"gradient ({slot.name})")
-            record.place = GradPlace.HOST
-            record.is_wire = wire_dtype is not None
-            record.factors = []
+            if record.factors:
+                self.host_value(slot)  # multiplied before the accumulation went on
+            record.ticket.wait()
+            before = self.raw_host(slot)
+            if record.is_wire:
+                unit.has_accumulated = True
+            record.is_wire = False  # a sum of 16-bit gradients does not fit 16 bits
+            target = unit.host_grad(slot)
+            if before.data_ptr() == target.data_ptr() and before.dtype == target.dtype:
+                before = target
+            record.ticket, record.norms = self._space.add_down(
+                target, before, grad, self.norm_types, f"gradient ({slot.name})"
+            )
+            record.norms_ticket = record.ticket
+            return
+        sent = grad if wire_dtype is None or grad.device.type == "cpu" else grad.to(wire_dtype)
+        host = unit.host_grad(slot, wire_dtype)
+        record.ticket.wait()  # a gradient that was cleared before it was used may still be on its way to the block
+        record.ticket = self._space.download([(host, sent)], f"gradient ({slot.name})")
+        record.place = GradPlace.HOST
+        record.is_wire = wire_dtype is not None
+        record.factors = []
         record.norms = {}
-        if not on_host and record.ticket is not LANDED:
+        if grad.device.type != "cpu" and record.ticket is not LANDED:
             self._note_norms(record, grad)
 
     def _note_norms(self, record: GradRecord, grad: torch.Tensor) -> None:
+        record.norms_ticket = LANDED
         for kind in self.norm_types:
             record.norms[kind] = torch.linalg.vector_norm(grad, kind)
 
@@ -237,6 +267,7 @@ class Gradients:
         record.ticket.before_compute()
         record.kept, record.place = None, GradPlace.HOST
         self._charge_kept(slot, 0)
+        self._charge_leaving(record.ticket, kept.nbytes)
 
     def spill(self) -> bool:
         """Send every kept gradient down. False where there was none."""
@@ -313,8 +344,9 @@ class Gradients:
         if record.is_wire or record.factors:
             self._space.wait_update(unit)
         if record.is_wire:
+            narrow = self.raw_host(slot).clone()  # it may stand in the wide one's own memory
             record.is_wire = False
-            unit.host_grad(slot).copy_(unit.host_grad(slot, self._wire_dtype_of(slot)))
+            unit.host_grad(slot).copy_(narrow)
         host = unit.host_grad(slot)
         for factor in record.factors:
             host.mul_(factor.on_host())
@@ -375,6 +407,7 @@ class Gradients:
         with self._space.lock:
             record: GradRecord = slot.unit.grads[slot.index]
             if norm_type in record.norms and not record.factors:
+                record.norms_ticket.before_compute()
                 return record.norms[norm_type]
             if record.place is GradPlace.KEPT and record.kept is not None:
                 value = record.kept.to(slot.dtype, copy=bool(record.factors))
@@ -448,6 +481,8 @@ class Gradients:
         with self._space.lock:
             self._tasks.clear()
             self.spill()
+            while self.relieve(False):
+                pass
             for unit in self._open:
                 for slot in unit.born:
                     record = unit.grads[slot.index]

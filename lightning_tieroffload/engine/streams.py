@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -40,6 +40,16 @@ class Streams(Protocol):
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket: ...
     def download(self, pairs: Pairs, label: str) -> CopyTicket: ...
+    def add_down(
+        self, target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor, norm_types: Iterable[float], label: str
+    ) -> tuple[CopyTicket, dict[float, torch.Tensor]]:
+        """Order ``target = before + grad`` in DRAM; ``before`` may be 16 bits wide, and share ``target``'s memory.
+
+        ``grad`` is the mover's from now on. Also the sum's norms where it passes through the device, readable behind
+        the ticket.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -66,6 +76,15 @@ def _copy(pairs: Pairs) -> None:
             target.copy_(source)
 
 
+def _add(target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor) -> None:
+    with torch._C._InferenceMode(False):
+        torch._C._set_grad_enabled(False)
+        if before is target:
+            target.add_(grad)
+        else:
+            target.copy_(before.to(grad.dtype).add_(grad))
+
+
 class HostStreams:
     """No accelerator: the DEVICE tier is host memory, and a copy is a memcpy in the caller's thread."""
 
@@ -84,17 +103,23 @@ class HostStreams:
     def download(self, pairs: Pairs, label: str) -> CopyTicket:
         return self._now("d2h", pairs)
 
+    def add_down(
+        self, target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor, norm_types: Iterable[float], label: str
+    ) -> tuple[CopyTicket, dict[float, torch.Tensor]]:
+        _add(target, before, grad)
+        return LANDED, {}
+
     def close(self) -> None:
         return None
 
 
 class _DelayedTicket:
-    def __init__(self, owner: DelayedStreams, pairs: Pairs) -> None:
+    def __init__(self, owner: DelayedStreams, work: Callable[[], None]) -> None:
         self._owner = owner
-        self.pairs: Pairs | None = list(pairs)
+        self.work: Callable[[], None] | None = work
 
     def done(self) -> bool:
-        return self.pairs is None
+        return self.work is None
 
     def wait(self, timeout_s: float | None = None) -> None:
         self._owner.run(self)
@@ -113,24 +138,30 @@ class DelayedStreams:
 
     def run(self, ticket: _DelayedTicket) -> None:
         with self._lock:
-            if ticket.pairs is not None:
-                pairs, ticket.pairs = ticket.pairs, None
+            if ticket.work is not None:
+                work, ticket.work = ticket.work, None
                 self._pending.remove(ticket)
-                _copy(pairs)
+                work()
 
-    def _later(self, pairs: Pairs) -> CopyTicket:
+    def _later(self, work: Callable[[], None]) -> CopyTicket:
         with self._lock:
-            ticket = _DelayedTicket(self, pairs)
+            ticket = _DelayedTicket(self, work)
             self._pending.append(ticket)
             while self._pending and self._random.random() < 0.3:
                 self.run(self._random.choice(self._pending))
             return ticket
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
-        return self._later(pairs)
+        pairs = list(pairs)
+        return self._later(lambda: _copy(pairs))
 
     def download(self, pairs: Pairs, label: str) -> CopyTicket:
-        return self._later(pairs)
+        return self.upload(pairs, label)
+
+    def add_down(
+        self, target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor, norm_types: Iterable[float], label: str
+    ) -> tuple[CopyTicket, dict[float, torch.Tensor]]:
+        return self._later(lambda: _add(target, before, grad)), {}
 
     def close(self) -> None:
         with self._lock:
@@ -194,17 +225,44 @@ class CudaStreams:
                     target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        ticket = _CudaTicket(event, self._device, list(pairs), self._on_stall, kind)
-        with self._lock:
-            self._in_flight = [t for t in self._in_flight if not t.done()]
-            self._in_flight.append(ticket)
-        return ticket
+        return self._remember(_CudaTicket(event, self._device, list(pairs), self._on_stall, kind))
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
         return self._enqueue(self._upload_stream, pairs, label, "h2d")
 
     def download(self, pairs: Pairs, label: str) -> CopyTicket:
         return self._enqueue(self._download_stream, pairs, label, "d2h")
+
+    def add_down(
+        self, target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor, norm_types: Iterable[float], label: str
+    ) -> tuple[CopyTicket, dict[float, torch.Tensor]]:
+        # Up, added and down again beside compute, which waits for none of it: the link has room for both ways, and the
+        # addition is the device's own. Memory comes from compute's stream, so it goes back behind the ticket only.
+        with torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
+            arrived = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype, device=self._device)
+            norms = {kind: torch.empty((), dtype=grad.dtype, device=self._device) for kind in norm_types}
+        self._enqueue(self._upload_stream, [(arrived, before)], label, "h2d")
+        with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
+            down = self._download_stream
+            down.wait_stream(torch.cuda.current_stream())
+            down.wait_stream(self._upload_stream)
+            with torch.cuda.stream(down), torch._C._InferenceMode(False):
+                torch._C._set_grad_enabled(False)
+                grad.add_(arrived)
+                for kind, norm in norms.items():
+                    torch.linalg.vector_norm(grad, kind, out=norm)
+                target.copy_(grad, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(down)
+        held = [(target, grad), (arrived, before), *((norm, norm) for norm in norms.values())]
+        return self._remember(_CudaTicket(event, self._device, held, self._on_stall, "d2h")), norms
+
+    def _remember(self, ticket: _CudaTicket) -> _CudaTicket:
+        with self._lock:
+            self._in_flight = [t for t in self._in_flight if not t.done()]
+            self._in_flight.append(ticket)
+        return ticket
 
     def close(self) -> None:
         with self._lock:

@@ -114,12 +114,13 @@ class GradRecord:
     Each factor is one rounded multiplication in the gradient's dtype, in order, as ``p.grad.mul_(factor)`` would do.
     """
 
-    __slots__ = ("factors", "is_wire", "kept", "norms", "place", "ticket", "touched")
+    __slots__ = ("factors", "is_wire", "kept", "norms", "norms_ticket", "place", "ticket", "touched")
 
     def __init__(self) -> None:
         self.place = GradPlace.NONE
         self.factors: list[Factor] = []
         self.norms: dict[float, torch.Tensor] = {}
+        self.norms_ticket: CopyTicket = LANDED  # what compute reads them behind
         self.ticket: CopyTicket = LANDED
         self.touched = False  # the user has seen or set it: it stays where it is
         self.is_wire = False  # what is stored is 16 bits wide and stands for the fp32 gradient that it equals
@@ -396,6 +397,7 @@ class UnitState:
         self.update: Any = None  # ticket of the update that writes the home next, or None
         # gradients
         self.grads = [GradRecord() for _ in self.slots]
+        self.has_accumulated = False  # gradients that came in 16 bits were added up
         self._host_grads: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._grad_arenas: dict[tuple[int, torch.dtype], PinnedArena] = {}
         self.born: list[ParamSlot] = []  # gradients that autograd has finished but that have not left yet
@@ -572,6 +574,8 @@ class UnitState:
         """The slot's DRAM gradient in ``dtype`` (the parameter's own by default), mapped when first asked for."""
         dtype = dtype or slot.dtype
         if dtype != slot.dtype and (slot.index, slot.dtype) in self._host_grads:
+            if self.has_accumulated:
+                return self._narrow_view(slot, dtype)
             self._drop_wide_grads(slot)
         grad = self._host_grads.get((slot.index, dtype))
         if grad is None:
@@ -590,6 +594,24 @@ class UnitState:
                 self._grad_arenas[s.index, dtype] = arena
             grad = self._host_grads[slot.index, dtype]
         return grad
+
+    def _narrow_view(self, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
+        """Where sums come in full width, the 16-bit gradient of a first micro-batch stands at their block's beginning.
+
+        The narrow block from before the first sum goes, once nothing is in it.
+        """
+        record, key = self.grads[slot.index], (slot.index, dtype)
+        if key in self._host_grads:
+            if record.place is GradPlace.HOST and record.is_wire:
+                return self._host_grads[key]
+            del self._host_grads[key]
+            arena = self._grad_arenas.pop(key)
+            if arena not in self._grad_arenas.values():
+                self._arenas.remove(arena)
+                arena.close()
+        wide = self._host_grads[slot.index, slot.dtype]
+        flat = wide.as_strided((slot.numel,), (1,)).view(dtype)
+        return flat.as_strided(slot.shape, slot.stride, wide.storage_offset() * slot.dtype.itemsize // dtype.itemsize)
 
     def _drop_wide_grads(self, slot: ParamSlot) -> None:
         """Gradients travel in 16 bits from now on: give back the memory of those that came before in full width."""
