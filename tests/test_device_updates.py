@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
+from lightning_tieroffload.engine.optimizer import Updates
 from lightning_tieroffload.errors import UnsupportedError
 
 
@@ -92,6 +93,50 @@ def test_the_same_bits_as_updates_on_the_cpu(
     assert_exact(reference, ours, str(variant))
     assert num_on_device(reference) == 0
     assert num_on_device(ours) >= (5 if variant.budget == "all" else 1)
+
+
+@pytest.fixture
+def two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights first, moments in a second pass: what the engine does beside a GPU."""
+    made = Updates.__init__
+
+    def init(self: Updates, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.defer_moments = True
+
+    monkeypatch.setattr(Updates, "__init__", init)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS[:3], *VARIANTS[4:]], ids=str)
+@pytest.mark.parametrize(("amp", "accumulate"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("cls", "options"), [(torch.optim.AdamW, {}), (torch.optim.Adam, {"weight_decay": 0.1})])
+def test_two_passes_have_the_bits_of_one(
+    request: pytest.FixtureRequest, variant: Variant, amp: bool, accumulate: int, cls: Any, options: dict[str, Any]
+) -> None:
+    train = loop(amp, accumulate)
+    kernels = {"optimizer_kernel": "numba", "update_on": "cpu"}
+    reference = run(build(cls, **options), train, Variant(), num_expected=6, **kernels)
+    request.getfixturevalue("two_passes")
+    ours = run(build(cls, **options), train, variant, num_expected=6, **kernels)
+    assert_exact(reference, ours, str(variant))
+
+
+def test_two_steps_in_a_row_wait_for_the_second_pass(two_passes: None) -> None:
+    with one_thread():
+        results = []
+        for repeat in (1, 2):
+            seed_all(0)
+            model, optimizer = build()()
+            engine = attach(model, optimizer, Variant(budget="all"), optimizer_kernel="numba", io_timeout_s=20)
+            for x in batches(3, 4, 32):
+                model(x).square().mean().backward()
+                for _ in range(2 // repeat):
+                    for _ in range(repeat):
+                        optimizer.step()
+                optimizer.zero_grad()
+            results.append(Recording(looks=[take_down(model, [optimizer])]))
+            engine.close()
+        assert_exact(*results)
 
 
 @pytest.mark.parametrize(

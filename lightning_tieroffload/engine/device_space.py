@@ -70,6 +70,7 @@ class DeviceSpace:
         self.by_storage: dict[int, Part] = {}
         self._unit_at: dict[int, UnitState] = {}
         self.wire_dtype: torch.dtype | None = None  # what autocast cast to when a window last opened
+        self.cached_casts_nbytes = 0  # of 16-bit copies that autocast keeps of weights, beside what the budget covers
         self.moved_nbytes = {"h2d": 0, "d2h": 0, "read": 0, "write": 0}
         self.stall_s = {"h2d": 0.0, "d2h": 0.0, "read": 0.0, "write": 0.0, "update": 0.0}
         self.num_prefetch_misses = 0
@@ -201,7 +202,7 @@ class DeviceSpace:
         if not self.table.is_only_valid(part.shard, Tier.DEVICE):
             return
         unit = part.unit
-        self.wait_update(unit)
+        self.wait_home(unit)
         split = self._split_parts(unit) if part.form is Form.FULL and part.castable else []
         for other in split:
             other.upload.wait()  # it may still be reading the split homes, and so may one that compute waits for only
@@ -235,8 +236,16 @@ class DeviceSpace:
             part.download.wait()
 
     def wait_update(self, unit: UnitState) -> None:
-        """Block until every ordered update of the unit has landed in its home. Errors of the update surface here."""
-        update = unit.update
+        """Block until every ordered update of the unit has landed. Errors of the update surface here."""
+        self._wait(unit.update)
+        unit.update = unit.home_update = None
+
+    def wait_home(self, unit: UnitState) -> None:
+        """Block until every ordered update of the unit has landed in its home."""
+        self._wait(unit.home_update)
+        unit.home_update = None
+
+    def _wait(self, update: Ticket | None) -> None:
         if update is not None:
             if not update.done():
                 start_s = time.perf_counter()
@@ -244,12 +253,11 @@ class DeviceSpace:
                 self.add_stall("update", time.perf_counter() - start_s)
             else:
                 update.wait()
-            unit.update = None
 
     def settle_home(self, unit: UnitState, *, to_write: bool = False) -> None:
         """Make the home copy the newest and readable by the host now; with ``to_write`` writable as well."""
         with self.lock:
-            self.wait_update(unit)
+            self.wait_home(unit)
             self._settle_split(unit)
             for part in unit.full_parts:
                 self._land(part)
@@ -428,7 +436,7 @@ class DeviceSpace:
 
     def _upload(self, part: Part) -> None:
         unit = part.unit
-        self.wait_update(unit)
+        self.wait_home(unit)
         if part.form is Form.FULL and part.castable:
             self._settle_split(unit)
         elif part.castable:
@@ -528,12 +536,17 @@ class DeviceSpace:
     def make_room(self, nbytes: int, *, keep: UnitState | None, what: str, must: bool = True) -> bool:
         """Evict until ``nbytes`` fit under the device budget. Without ``must`` False says that they do not."""
         account = self.ledger[Tier.DEVICE]
-        if account.headroom_nbytes >= nbytes:
+        comfortable_nbytes = nbytes + self.cached_casts_nbytes
+        if account.headroom_nbytes >= comfortable_nbytes:
             return True
         for victim in self._victims(keep):
-            self._evict(victim)
-            if account.headroom_nbytes >= nbytes:
+            if victim.is_pinned and account.headroom_nbytes >= nbytes:
                 return True
+            self._evict(victim)
+            if account.headroom_nbytes >= comfortable_nbytes:
+                return True
+        if account.headroom_nbytes >= nbytes:
+            return True
         for part in keep.all_parts if keep is not None else ():  # the other form of the very unit
             if part.is_resident and not self._is_held(part):
                 self._evict(part)
@@ -583,7 +596,7 @@ class DeviceSpace:
                 self._upload(part)
                 self._land(part)
             return
-        self.wait_update(part.unit)
+        self.wait_home(part.unit)
         # A unit may hand a parameter to another unit's forward: what user code reads by itself is fetched even
         # where compute's own leases fill the budget, and is the user's memory then.
         is_users = part in self._touched
@@ -626,7 +639,7 @@ class DeviceSpace:
             unit = self._unit_at.get(index)
             if unit is None:
                 continue
-            if unit.update is not None and not unit.update.done():
+            if unit.home_update is not None and not unit.home_update.done():
                 return  # its home is still being written; the next event tries again
             grad_nbytes = unit.max_grad_nbytes if phase is Phase.BACKWARD else 0
             for part in unit.parts_for(self.wire_dtype):
@@ -638,6 +651,7 @@ class DeviceSpace:
 
     def _make_room_for_later(self, nbytes: int, unit: UnitState, sooner: set[int]) -> bool:
         account = self.ledger[Tier.DEVICE]
+        nbytes += self.cached_casts_nbytes
         if account.headroom_nbytes < nbytes:
             distances = self._distances()
             mine = distances.get(unit.index, 0)

@@ -187,6 +187,8 @@ class Gradients:
             target = unit.host_grad(slot)
             if before.data_ptr() == target.data_ptr() and before.dtype == target.dtype:
                 before = target
+            if grad.device.type != "cpu":  # what was there before comes up for the addition
+                self._space.make_room(before.nbytes, keep=unit, what="gradient", must=False)
             record.ticket, record.norms = self._space.add_down(
                 target, before, grad, self.norm_types, f"gradient ({slot.name})"
             )

@@ -104,6 +104,7 @@ class _Core:
             self.gradients,
             self.wire,
             submit=self._submit_update,
+            submit_later=self._submit_later,
             kernel=self._optimizer_kernel(),
             find_kernel=_find_kernel,
             make_pool=lambda: _make_pool(device),
@@ -154,6 +155,10 @@ class _Core:
         if self.space.no_overlap:
             ticket.wait()
         return ticket
+
+    def _submit_later(self, work: Callable[[], None], *, label: str, priority: int) -> Any:
+        """From an update's own thread: what need not be over when the next forward comes."""
+        return self.scheduler.submit(_UPDATE_LANE, work, label=label, priority=priority)
 
     def _dram_headroom_nbytes(self) -> int:
         """What activations may still map: the budget less what homes, gradients and optimizer state hold or will."""
@@ -656,7 +661,7 @@ class OffloadEngine:
         if stopped is not None and stopped is not pending:
             return stopped  # a time-out or Ctrl-C: something may be running still
         for unit in self.space.units:
-            unit.update = None
+            unit.update = unit.home_update = None
             for record in unit.grads:
                 record.forget_update()
         return None if pending is seen else pending

@@ -39,6 +39,7 @@ from lightning_tieroffload.engine.reach import REMAPPED_DEPTH, inner_optimizers,
 from lightning_tieroffload.engine.unit_state import Factor, GradPlace, UnitState, flat_numpy
 from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import TierOffloadError, UnsupportedError
+from lightning_tieroffload.kernels.adam import MOMENTS_LATER, MOMENTS_ONLY
 from lightning_tieroffload.kernels.split import merge_f32, split_f32
 
 __all__ = [
@@ -475,6 +476,7 @@ class Updates:
         wire: Wire,
         *,
         submit: Callable[..., Ticket],
+        submit_later: Callable[..., Ticket],
         kernel: str,
         find_kernel: Callable[[type, dict[str, Any], torch.dtype], Any] | None,
         make_pool: Callable[[], Any] | None,
@@ -485,6 +487,9 @@ class Updates:
         self._gradients = gradients
         self._wire = wire
         self._submit = submit
+        self._submit_later = submit_later
+        # Weights first, moments in a second pass under the coming backward: where a forward would wait for weights.
+        self.defer_moments = space.device.type == "cuda"
         self.kernel = kernel if kernel != "auto" else ("torch" if space.device.type == "cpu" else "numba")
         self._find_kernel = find_kernel
         self._make_pool = make_pool
@@ -616,8 +621,12 @@ class Updates:
         # torch makes scalars (``step``) of the default dtype at step(); by the time the update runs the next forward
         # may have changed that, for the whole process (64-true does).
         scalar_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        if isinstance(unit.update, _TwoPasses):
+            self._space.wait_update(unit)  # its second pass waits for the lane that this update would wait in
         # Happens-before: the home is readable behind its downloads, writable behind the uploads that read it.
         previous, copies = self._space.order_update(unit, [slot for slot, _ in items])
+
+        whole = _TwoPasses()
 
         def work() -> None:
             for copy in copies:
@@ -637,13 +646,26 @@ class Updates:
                 running = [self._start_kernel(raw, source, among_numel) for source in by_kernel]
                 for future in running:
                     future.result()
+            deferred = [source for source in by_kernel if source.moments_later is not None]
+            if deferred:
+                try:
+                    whole.second = self._submit_later(
+                        lambda: self._run_moments(deferred),
+                        label=f"moments ({unit.name})",
+                        # In the order of the next backward, whose gradients come to the blocks that this still reads.
+                        priority=_MOMENTS_PRIORITY - priority,
+                    )
+                except BaseException:  # something else has failed: weights and moments stay those of one step
+                    self._run_moments(deferred)
+                    raise
 
         if any(source.kernel is not None for source in sources):
             self._get_pool()
 
         def announce(ticket: Ticket) -> None:
             # Before the work can run: what Ctrl-C cuts off here is known to whoever waits, or was never submitted.
-            unit.update = ticket
+            whole.first = ticket
+            unit.home_update, unit.update = ticket, whole
             for source in sources:
                 source.hand_over(ticket)
 
@@ -739,15 +761,27 @@ class Updates:
                 is_first = True
             states[name] = flat_numpy(entry[name])
         grad = cast(torch.Tensor, source.grad)  # those without one are torch's to run
-        future: Future[None] = kernel.submit(
-            self._pool, slot.split if slot.split is not None else flat_numpy(slot.home), flat_numpy(grad), states,
-            step=num_step, group=source.group, grad_scales=[factor.value() for factor in source.factors],
+        start = functools.partial(
+            kernel.submit, self._pool, slot.split if slot.split is not None else flat_numpy(slot.home),
+            flat_numpy(grad), states, step=num_step, group=source.group,
+            grad_scales=[factor.value() for factor in source.factors],
             grad_format={torch.bfloat16: "bf16", torch.float16: "f16"}.get(grad.dtype, "f32"), is_new_state=is_first,
             among_numel=among_numel,
         )  # fmt: skip
+        if self.defer_moments and not is_first and kernel.can_defer_moments(source.group):
+            source.moments_later = functools.partial(start, moments=MOMENTS_ONLY, priority=1)
+            return start(moments=MOMENTS_LATER)  # type: ignore[no-any-return]
+        future: Future[None] = start()
         if not kernel.state_names and not kernel.uses_step:
             dict.pop(raw.state, slot.param, None)
         return future
+
+    @staticmethod
+    def _run_moments(sources: list[_Source]) -> None:
+        """The second pass over a unit: its weights are done."""
+        running = [source.moments_later() for source in sources if source.moments_later is not None]
+        for future in running:
+            future.result()
 
     # ------------------------------------------------------------------------------------- whole-instance optimizers
     def _step_whole(self, raw: Any, cls: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -934,6 +968,7 @@ _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 )
+_MOMENTS_PRIORITY = 1 << 20  # behind every pass over weights
 _SLICE_NUMEL = 1 << 20  # a multiple of 8: slices of a split master share no byte of tie bits
 
 
@@ -959,7 +994,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 class _Source:
     """One parameter's part of an update: where its gradient is and what is still to be multiplied in."""
 
-    __slots__ = ("_ticket", "factors", "grad", "group", "kernel", "odd_grad", "record", "slot")
+    __slots__ = ("_ticket", "factors", "grad", "group", "kernel", "moments_later", "odd_grad", "record", "slot")
 
     def __init__(self, gradients: Gradients, slot: ParamSlot, group: dict[str, Any], kernel: Any) -> None:
         self.slot = slot
@@ -967,6 +1002,7 @@ class _Source:
         self.kernel = kernel
         self.record = slot.unit.grads[slot.index]
         self.odd_grad: torch.Tensor | None = None
+        self.moments_later: Callable[[], Future[None]] | None = None
         self.grad: torch.Tensor | None = None
         self.factors: list[Factor]
         fresh = raw_grad(slot.param)
@@ -1004,6 +1040,25 @@ class _Source:
         if self.record.place is GradPlace.HOST and self.kernel is None and self.factors and not self.record.is_wire:
             self.record.factors = []
             self.record.ticket = _AsCopy(update)
+
+
+class _TwoPasses:
+    """A unit's whole update: the pass that writes the home, and the second one that the first may have ordered."""
+
+    __slots__ = ("first", "second")
+
+    first: Ticket
+
+    def __init__(self) -> None:
+        self.second: Ticket | None = None  # set before the first is done
+
+    def done(self) -> bool:
+        return self.first.done() and (self.second is None or self.second.done())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.first.wait(timeout_s)
+        if self.second is not None:
+            self.second.wait(timeout_s)
 
 
 class _AsCopy:

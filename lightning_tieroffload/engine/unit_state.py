@@ -394,7 +394,8 @@ class UnitState:
         self.window_threads: dict[int, int] = {}  # thread to how many of the open windows are its own
         self.open_parts: list[Part] | None = None  # what the outermost open window leased
         self.is_spanning = False  # in use while others are
-        self.update: Any = None  # ticket of the update that writes the home next, or None
+        self.update: Any = None  # ticket of the last ordered update: home, state and use of the gradient; or None
+        self.home_update: Any = None  # ticket of what of it writes the home
         # gradients
         self.grads = [GradRecord() for _ in self.slots]
         self.has_accumulated = False  # gradients that came in 16 bits were added up

@@ -67,6 +67,7 @@ class Wire:
     def __init__(self, space: DeviceSpace) -> None:
         self._space = space
         self._casts: dict[ParamSlot, tuple[torch.Tensor, int]] = {}  # autocast's cache: the stand-in and its references
+        self._cached: set[ParamSlot] = set()  # whose cast autocast itself keeps
         self.num_passes = 0  # advanced whenever a backward ends or a step is made
 
     def call(
@@ -91,12 +92,22 @@ class Wire:
             for slot in slots:
                 self.refuse(slot, getattr(func, "__name__", str(func)))
 
+        if func in _CASTING and dtype is not None and torch.is_autocast_cache_enabled():
+            self._note_cached([slot for slot in slots if slot.param not in stand_ins], dtype)
+
         def run() -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
 
         parts = [slot.unit.wire if slot.param in stand_ins else slot.part for slot in slots]
         return self._space.touch(list(dict.fromkeys(parts)), run)
+
+    def _note_cached(self, slots: Sequence[ParamSlot], dtype: torch.dtype) -> None:
+        """Autocast keeps its own casts until its context ends: room that fetches must leave."""
+        for slot in slots:
+            if slot not in self._cached:
+                self._cached.add(slot)
+                self._space.cached_casts_nbytes += slot.numel * dtype.itemsize
 
     def _has_wire(self, slot: ParamSlot, dtype: torch.dtype) -> bool:
         unit: UnitState = slot.unit
@@ -119,6 +130,9 @@ class Wire:
 
     def drop_casts(self) -> None:
         """Autocast has emptied its cache."""
+        if self._cached:
+            self._cached.clear()
+            self._space.cached_casts_nbytes = 0
         if self._casts:
             with self._space.lock:
                 casts, self._casts = self._casts, {}

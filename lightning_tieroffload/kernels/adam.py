@@ -25,9 +25,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_tieroffload.kernels.primitives import LazyKernel, block_step, fma, fma_numpy
-from lightning_tieroffload.kernels.sweep import BLOCK_NUMEL, close_block, open_block, stride_numel, sweep_numpy
+from lightning_tieroffload.kernels.sweep import (
+    BLOCK_NUMEL,
+    close_block,
+    open_block,
+    open_gradient,
+    stride_numel,
+    sweep_numpy,
+)
 
-__all__ = ["AdamScalars", "adam_scalars", "adam_slice", "adam_slice_numpy"]
+__all__ = [
+    "MOMENTS_LATER",
+    "MOMENTS_NOW",
+    "MOMENTS_ONLY",
+    "AdamScalars",
+    "adam_scalars",
+    "adam_slice",
+    "adam_slice_numpy",
+]
+
+# Whether a pass stores the moments that it computes. ``LATER`` leaves them as they were, for a second pass with
+# ``ONLY`` that computes them again from the same gradient: weights are ready after 18 bytes a parameter, not 26.
+MOMENTS_NOW, MOMENTS_LATER, MOMENTS_ONLY = 0, 1, 2
 
 
 class AdamScalars(NamedTuple):
@@ -45,6 +64,7 @@ class AdamScalars(NamedTuple):
     eps: np.float32
     negate: bool  # maximize
     is_new_state: bool  # the moments are zero, whatever the arrays hold
+    moments: int  # MOMENTS_NOW, MOMENTS_LATER or MOMENTS_ONLY
 
 
 def adam_scalars(
@@ -57,8 +77,13 @@ def adam_scalars(
     decoupled: bool,
     maximize: bool = False,
     is_new_state: bool = False,
+    moments: int = MOMENTS_NOW,
 ) -> AdamScalars:
-    """The scalars of a step (1 is the first), in float64 and then rounded once, as torch's fused kernel does."""
+    """The scalars of a step (1 is the first), in float64 and then rounded once, as torch's fused kernel does.
+
+    With Adam's weight decay the moments depend on the weight, and new ones start from nothing that is stored: both need
+    ``MOMENTS_NOW``.
+    """
     beta1, beta2 = betas
     correction1 = 1 - beta1 ** float(step)
     correction2 = 1 - beta2 ** float(step)
@@ -77,7 +102,28 @@ def adam_scalars(
         eps=np.float32(eps),
         negate=bool(maximize),
         is_new_state=bool(is_new_state),
+        moments=moments,
     )
+
+
+@block_step
+def _weights(master, exp_avg, exp_avg_sq, grad, s):  # type: ignore[no-untyped-def]
+    for i in range(master.size):
+        p = master[i] * s.decay
+        g = grad[i]
+        m = exp_avg[i]
+        m = fma(s.lerp_weight, g - m, g if s.lerp_from_grad else m)
+        v = fma(s.one_minus_beta2 * g, g, exp_avg_sq[i] * s.beta2)
+        master[i] = p + (s.negative_step * m) / (math.sqrt(v) / s.root_correction2 + s.eps)
+
+
+@block_step
+def _moments(exp_avg, exp_avg_sq, grad, s):  # type: ignore[no-untyped-def]
+    for i in range(grad.size):
+        g = grad[i]
+        m = exp_avg[i]
+        exp_avg[i] = fma(s.lerp_weight, g - m, g if s.lerp_from_grad else m)
+        exp_avg_sq[i] = fma(s.one_minus_beta2 * g, g, exp_avg_sq[i] * s.beta2)
 
 
 @block_step
@@ -119,11 +165,20 @@ def _build(digest: int) -> Callable[..., None]:
         stride = stride_numel(begin, end, master_f32, grad_format, scales_f32, scalars.negate, copy_u16)
         for start in range(begin, end, stride):
             stop = min(start + stride, end)
+            if scalars.moments == MOMENTS_ONLY:
+                grad = open_gradient(
+                    grad_f32, grad_u16, grad_format, scales_f32, scale_format, scalars.negate, start, stop, grad_scratch
+                )
+                _moments(exp_avg_f32[start:stop], exp_avg_sq_f32[start:stop], grad, scalars)
+                continue
             master, grad = open_block(
                 master_f32, hi_u16, lo_u16, ties_u8, grad_f32, grad_u16, grad_format, scales_f32, scale_format,
                 scalars.negate, start, stop, master_scratch, grad_scratch,
             )  # fmt: skip
-            _inner(master, exp_avg_f32[start:stop], exp_avg_sq_f32[start:stop], grad, scalars)
+            if scalars.moments == MOMENTS_LATER:
+                _weights(master, exp_avg_f32[start:stop], exp_avg_sq_f32[start:stop], grad, scalars)
+            else:
+                _inner(master, exp_avg_f32[start:stop], exp_avg_sq_f32[start:stop], grad, scalars)
             close_block(master, master_f32, hi_u16, lo_u16, ties_u8, copy_u16, copy_format, start)
 
     return adam_slice
@@ -134,5 +189,9 @@ adam_slice = LazyKernel(_build)
 
 
 def adam_slice_numpy(begin: int, end: int, *args: Any) -> None:
-    """Slow twin of `adam_slice`."""
+    """Slow twin of `adam_slice`: the one pass, of which what is not to be stored is lost."""
+    moments = args[-1].moments
+    if moments != MOMENTS_NOW:
+        lost = (0, 1, 2, 3, 11) if moments == MOMENTS_ONLY else (9, 10)  # master, its split form, copy; or moments
+        args = tuple(arg.copy() if index in lost else arg for index, arg in enumerate(args))
     sweep_numpy(_inner_numpy, begin, end, *args)

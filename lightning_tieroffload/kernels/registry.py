@@ -86,6 +86,7 @@ class UpdateKernel:
         is_new_state: bool = False,
         priority: int = 0,
         among_numel: int = 0,
+        moments: int = 0,
     ) -> Future[None]:
         """Start the update of ``master`` and ``states`` in place, in the pool's threads.
 
@@ -105,6 +106,8 @@ class UpdateKernel:
             is_new_state: the state arrays hold nothing yet, as where torch has no state for the parameter: moments
                 start at zero, SGD's momentum buffer at the gradient.
             priority, among_numel: see `KernelPool.submit`.
+            moments: where `can_defer_moments` allows it, MOMENTS_LATER of adam.py: the state stays as it is until a
+                second call with MOMENTS_ONLY and the same arguments, which leaves the master alone.
 
         Raises TierOffloadError for arrays that do not fit, before anything is written.
         """
@@ -112,6 +115,8 @@ class UpdateKernel:
             self, master, grad, states, grad_scales, grad_format, round_scales_to, wire, wire_format
         )
         kernel, scalars = _kernel_and_scalars(self, group, step, is_new_state)
+        if moments:
+            scalars = scalars._replace(moments=moments)
         args = (*arrays, scalars)
         kernel.prepare(*args)  # compile here, once, rather than in the first threads that get a slice
 
@@ -119,6 +124,10 @@ class UpdateKernel:
             kernel(begin, end, *args)
 
         return pool.submit(work, grad.size, priority=priority, among_numel=among_numel)
+
+    def can_defer_moments(self, group: Mapping[str, Any]) -> bool:
+        """Whether the state can be updated in a second pass, from nothing but itself and the gradient."""
+        return self.family == "adamw" or (self.family == "adam" and float(group["weight_decay"]) == 0)
 
     def scalars(self, group: Mapping[str, Any], step: int, is_new_state: bool) -> Any:
         """The host scalars of one step, for a kernel on another device."""

@@ -40,6 +40,7 @@ __all__ = [
     "merge_block",
     "merge_numpy",
     "open_block",
+    "open_gradient",
     "split_block",
     "split_numpy",
     "stride_numel",
@@ -152,6 +153,19 @@ def stride_numel(begin, end, master_f32, grad_format, scales_f32, negate, copy_u
     return BLOCK_NUMEL
 
 
+@inlined
+def open_gradient(  # type: ignore[no-untyped-def]
+    grad_f32, grad_u16, grad_format, scales_f32, scale_format, negate, start, stop, grad_scratch
+):
+    """View of a block's final gradient: of the array itself where nothing is to be done to it, else of scratch."""
+    if grad_format == FLOAT32 and scales_f32.size == 0 and not negate:
+        grad = grad_f32[start:stop]
+    else:
+        grad = grad_scratch[: stop - start]
+        _load_gradient(grad_f32, grad_u16, grad_format, scales_f32, scale_format, negate, start, grad)
+    return grad
+
+
 # Inlined by Numba: a call passes seven machine words an array, 0.1 µs a block, a fifth of its time.
 @inlined
 def open_block(  # type: ignore[no-untyped-def]
@@ -162,11 +176,7 @@ def open_block(  # type: ignore[no-untyped-def]
 
     The master may be written, the gradient may not. Finish with `close_block`.
     """
-    if grad_format == FLOAT32 and scales_f32.size == 0 and not negate:
-        grad = grad_f32[start:stop]
-    else:
-        grad = grad_scratch[: stop - start]
-        _load_gradient(grad_f32, grad_u16, grad_format, scales_f32, scale_format, negate, start, grad)
+    grad = open_gradient(grad_f32, grad_u16, grad_format, scales_f32, scale_format, negate, start, stop, grad_scratch)
     if master_f32.size == 0:
         master = master_scratch[: stop - start]
         merge_block(hi_u16, lo_u16, ties_u8, start, master)
