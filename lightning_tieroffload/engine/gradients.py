@@ -153,9 +153,10 @@ class Gradients:
             slot = unit.born[0]  # stays listed, and charged, until it is dealt with: sending it may fail
             record = unit.grads[slot.index]
             grad = raw_grad(slot.param)
+            leaving_nbytes = 0
             if grad is not None and not record.touched:  # else user code took it in a hook of its own
                 if fits_host(slot, grad):
-                    self._send_down(slot, record, grad)
+                    leaving_nbytes = self._send_down(slot, record, grad)
                     set_raw_grad(slot.param, None)
                 else:
                     record.place, record.touched = GradPlace.LIVE, True
@@ -163,16 +164,15 @@ class Gradients:
             self._discharge(slot.nbytes)
             if record.kept is not None:
                 self._charge_kept(slot, record.kept.nbytes)
-            elif record.place is GradPlace.HOST:
-                # A sum has what it was added to beside it.
-                num_copies = 2 if record.norms_ticket is record.ticket else 1
-                self._charge_leaving(record.ticket, num_copies * self.raw_host(slot).nbytes)
+            elif leaving_nbytes:
+                self._charge_leaving(record.ticket, leaving_nbytes)
 
-    def _send_down(self, slot: ParamSlot, record: GradRecord, grad: torch.Tensor) -> None:
+    def _send_down(self, slot: ParamSlot, record: GradRecord, grad: torch.Tensor) -> int:
+        """Returns the device bytes that are held until ``record.ticket``."""
         unit: UnitState = slot.unit
         wire_dtype = self._wire.gradient_dtype(slot)
         if unit.choice.grad_home is Tier.DEVICE and self._keep(slot, record, grad, wire_dtype):
-            return
+            return 0
         if record.place is GradPlace.KEPT:
             self._put_down(slot)
         self._space.wait_update(unit)  # the last update may still be reading the block
@@ -193,7 +193,7 @@ class Gradients:
                 target, before, grad, self.norm_types, f"gradient ({slot.name})"
             )
             record.norms_ticket = record.ticket
-            return
+            return grad.nbytes + before.nbytes
         sent = grad if wire_dtype is None or grad.device.type == "cpu" else grad.to(wire_dtype)
         host = unit.host_grad(slot, wire_dtype)
         record.ticket.wait()  # a gradient that was cleared before it was used may still be on its way to the block
@@ -204,6 +204,7 @@ class Gradients:
         record.norms = {}
         if grad.device.type != "cpu" and record.ticket is not LANDED:
             self._note_norms(record, grad)
+        return sent.nbytes
 
     def _note_norms(self, record: GradRecord, grad: torch.Tensor) -> None:
         record.norms_ticket = LANDED
