@@ -121,6 +121,7 @@ class Gradients:
             if unit is not but:
                 self._settle_unit(unit)
                 self._open.remove(unit)
+                self._space.host.write_behind(unit.grad_block)
 
     def _settle_unit(self, unit: UnitState) -> None:
         while unit.born:
@@ -141,6 +142,8 @@ class Gradients:
         self._space.wait_update(unit)  # the last update may still be reading the block
         wire_dtype = self._wire.gradient_dtype(slot)
         on_host = grad.device.type == "cpu"
+        is_first = record.place is not GradPlace.HOST
+        self._to_write(unit)
         if record.place is GradPlace.HOST:
             host = self.host_value(slot)
             if on_host:
@@ -157,13 +160,21 @@ class Gradients:
             host = unit.host_grad(slot, wire_dtype)
             record.ticket.wait()  # a gradient that was cleared before it was used may still be on its way to the block
             record.ticket = self._space.download([(host, sent)], f"gradient ({slot.name})")
+            self._space.host.note_use(unit.grad_block, record.ticket)
             record.place = GradPlace.HOST
             record.is_wire = wire_dtype is not None
             record.factors = []
         record.norms = {}
-        if not on_host and record.ticket is not LANDED:
+        # Where it lies on flash, its norm must not bring it back.
+        if (not on_host and record.ticket is not LANDED) or (is_first and unit.grad_block.is_paged):
             for kind in self.norm_types:
                 record.norms[kind] = torch.linalg.vector_norm(grad, kind)
+
+    def _to_write(self, unit: UnitState) -> None:
+        """The unit's gradient block is in DRAM and about to be written to."""
+        host = self._space.host
+        host.bring_in(unit.grad_block, to_write=True)
+        host.note_written(unit.grad_block)
 
     # ------------------------------------------------------------------------------------------------- p.grad
     def read(self, slot: ParamSlot) -> torch.Tensor | None:
@@ -211,6 +222,9 @@ class Gradients:
         record.ticket.wait()
         if record.is_wire or record.factors:
             self._space.wait_update(unit)
+            self._to_write(unit)
+        else:
+            self._space.host.bring_in(unit.grad_block)
         if record.is_wire:
             record.is_wire = False
             unit.host_grad(slot).copy_(unit.host_grad(slot, self._wire_dtype_of(slot)))
@@ -226,6 +240,10 @@ class Gradients:
 
     def raw_host(self, slot: ParamSlot) -> torch.Tensor:
         """The DRAM gradient as it is stored (16 bits wide for a wire gradient), factors not multiplied in."""
+        self._space.host.bring_in(slot.unit.grad_block)
+        return self._raw(slot)
+
+    def _raw(self, slot: ParamSlot) -> torch.Tensor:
         record = slot.unit.grads[slot.index]
         return slot.unit.host_grad(slot, self._wire_dtype_of(slot) if record.is_wire else None)  # type: ignore[no-any-return]
 
@@ -245,6 +263,7 @@ class Gradients:
                 elif record.place is GradPlace.HOST and fresh is None:
                     record.ticket.wait()
                     self._space.wait_update(unit)
+                    self._to_write(unit)
                     unit.host_grad(slot).zero_()
                     record.factors, record.norms, record.is_wire = [], {}, False
                 else:
@@ -306,7 +325,10 @@ class Gradients:
                 if float(inv_scale) != 1.0:
                     record.factors.append(self.factor(inv_scale.clone().reshape(())))
                 return
-            torch._amp_foreach_non_finite_check_and_unscale_([self.host_value(slot)], found_inf, inv_scale)
+            value = self.host_value(slot)
+            self._to_write(slot.unit)
+            torch._amp_foreach_non_finite_check_and_unscale_([value], found_inf, inv_scale)
+            self._space.host.write_behind(slot.unit.grad_block)
 
     def factor(self, tensor: torch.Tensor) -> Factor:
         """A 0-dim tensor as something that updates can multiply by, read behind what compute has enqueued so far."""
@@ -326,7 +348,9 @@ class Gradients:
     def clamp(self, slot: ParamSlot, limit: float) -> None:
         with self._space.lock:
             self._space.wait_update(slot.unit)
-            self.host_value(slot).clamp_(min=-limit, max=limit)
+            value = self.host_value(slot)
+            self._to_write(slot.unit)
+            value.clamp_(min=-limit, max=limit)
             slot.unit.grads[slot.index].norms = {}
 
     def drop_born(self) -> None:
@@ -351,14 +375,16 @@ class Gradients:
         record = unit.grads[slot.index]
         fresh = raw_grad(slot.param)
         if record.place is GradPlace.HOST and fresh is None:
-            return record.ticket, self.raw_host(slot), list(record.factors)
+            return record.ticket, self._raw(slot), list(record.factors)  # the update brings it in
         grad = self.read(slot)
+        self._space.wait_update(unit)
+        self._to_write(unit)
         host = unit.host_grad(slot)
         if grad is None:
             return LANDED, host, []
-        self._space.wait_update(unit)
         record.ticket.wait()
         ticket = self._space.download([(host, grad.detach())], f"gradient ({slot.name})")
+        self._space.host.note_use(unit.grad_block, ticket)
         # The tensor stays the user's, who may write to it at once (zero_grad(set_to_none=False)): only behind the copy.
         ticket.before_compute()
         return ticket, host, []
