@@ -133,5 +133,9 @@ class ResidencyTable:
             raise ResidencyError(f"{shard}: the copy on {tier.name} is the only valid one and cannot be dropped.")
         self._rows[shard].versions.pop(tier, None)
 
+    def in_flight(self, shard: str) -> tuple[Link, ...]:
+        """Links over which a transfer of the shard is listed."""
+        return tuple(self._rows[shard].in_flight)
+
     def num_in_flight(self) -> int:
         return sum(len(row.in_flight) for row in self._rows.values())

@@ -63,14 +63,16 @@ compat_mode: Any = "AUTO"
 
 @pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    answers: dict[str, Any] = {"is_gds_available": True}
+    answers: dict[str, Any] = {"is_gds_available": True, "allow_compat_mode": False, "gds_threshold": 1 << 20}
 
     @contextlib.contextmanager
     def set_defaults(values: dict[str, Any]) -> Iterator[None]:
-        global compat_mode  # noqa: PLW0603
-        before, compat_mode = compat_mode, values["compat_mode"]
+        global compat_mode
+        before, compat_mode = compat_mode, values.get("compat_mode", compat_mode)
+        threshold = answers["gds_threshold"]
+        answers["gds_threshold"] = values.get("gds_threshold", threshold)
         yield
-        compat_mode = before
+        compat_mode, answers["gds_threshold"] = before, threshold
 
     package = types.ModuleType("kvikio")
     driver = types.ModuleType("kvikio.cufile_driver")
@@ -88,12 +90,16 @@ def kvikio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str
     monkeypatch.setattr(gds_mover.gds_obstacle, "__kwdefaults__", {"driver_path": str(driver_path)})
     yield answers
     assert CuFile.num_open == 0
+    assert answers["gds_threshold"] == 1 << 20
 
 
 def test_obstacles_are_told_in_words(kvikio: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert gds_obstacle() is None
     kvikio["is_gds_available"] = False
     assert "not available" in str(gds_obstacle())
+    kvikio["is_gds_available"] = kvikio["allow_compat_mode"] = True
+    assert '"allow_compat_mode": false' in str(gds_obstacle())  # cuFile's own way through host memory
+    kvikio["allow_compat_mode"] = False
     del kvikio["is_gds_available"]
     assert "KeyError" in str(gds_obstacle())
     kvikio["is_gds_available"] = True
@@ -117,6 +123,7 @@ def test_round_trip_pieces_versions_and_failures(
     ):
         store.allocate("s", 40_000, num_versions=2)
         mover = GdsMover(scheduler, store)
+        assert kvikio["gds_threshold"] == 1  # or small pieces would go through host memory, unsaid
         source = torch.arange(10_000, dtype=torch.float32)
         mover.write("s", source).wait()
         target = torch.empty_like(source)
@@ -149,3 +156,32 @@ def test_not_used_without_the_driver_or_with_verified_reads(kvikio: dict[str, An
         kvikio["is_gds_available"] = False
         with pytest.raises(UnsupportedError, match="path through host memory can"):
             GdsMover(scheduler, store)
+
+
+def test_a_write_that_is_refused_half_way_is_no_writer_for_ever(kvikio: dict[str, Any], tmp_path: Path) -> None:
+    """The scheduler takes no more: what was submitted has ended, and the shard can be written again."""
+    with (
+        ExtentStore([tmp_path / "a"], block_nbytes=4096, verify_reads=False, direct=False) as store,
+        Scheduler(NvmeMover.lane_specs(1, io_threads=1), timeout_s=10) as scheduler,
+    ):
+        store.allocate("s", 40_000)
+        mover = GdsMover(scheduler, store)
+        num_submitted = 0
+        real = scheduler.submit
+
+        def refuse_third(*arguments: Any, **named: Any) -> Any:
+            nonlocal num_submitted
+            num_submitted += 1
+            if num_submitted == 3:
+                raise TierIOError("made to fail")
+            return real(*arguments, **named)
+
+        scheduler.submit = refuse_third  # type: ignore[method-assign]
+        source = torch.arange(10_000, dtype=torch.float32)
+        with pytest.raises(TierIOError, match="made to fail"):
+            mover.write("s", source)
+        mover.write("s", source).wait()
+        target = torch.empty_like(source)
+        mover.read("s", target).wait()
+        assert torch.equal(target, source)
+        mover.close()

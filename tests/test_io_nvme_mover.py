@@ -207,11 +207,12 @@ def test_failed_write_is_given_up_after_every_piece_has_ended(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", fail_third)
-        ticket = rig.mover.write("s", memoryview(pattern(200_000, 2)))
         with pytest.raises(TierIOError, match="Input/output error") as info:
-            ticket.wait()
+            rig.mover.write("s", memoryview(pattern(200_000, 2))).wait()
+        with pytest.raises(TierIOError, match="Input/output error"):
+            rig.scheduler.drain()  # the error came at once, the end of the other pieces later
     assert info.value.shard == "s"
-    assert num_calls == 13
+    assert 3 <= num_calls <= 3 + 2 * 2  # what was queued behind it is spared; two threads a path were in a call
     rig.scheduler.clear_pending_error()
     back = bytearray(200_000)
     if num_versions == 2:

@@ -104,12 +104,14 @@ def _check_accelerator() -> Iterator[Finding]:
             f"{torch.cuda.get_device_name(index)}, {format_nbytes(free_nbytes)} of {format_nbytes(total_nbytes)} free",
             details={"free_nbytes": free_nbytes, "total_nbytes": total_nbytes},
         )
-    direct = Path("/proc/driver/nvidia-fs").exists() and importlib.util.find_spec("kvikio") is not None
+    from lightning_tieroffload.io.gds_mover import gds_obstacle
+
+    obstacle = gds_obstacle()
     yield Finding(
         "GPUDirect Storage",
-        "ok" if direct else "note",
-        "usable" if direct else "not there (nvidia-fs module or kvikio is missing); flash goes through host memory",
-        details={"usable": direct},
+        "note" if obstacle else "ok",
+        f"not there: {obstacle}; flash goes through host memory" if obstacle else "usable",
+        details={"usable": obstacle is None, "obstacle": obstacle},
     )
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_tieroffload.concepts import D2H, H2D, Ticket, Tier
 from lightning_tieroffload.engine.activations import ActivationStore
+from lightning_tieroffload.engine.host_space import HostSpace
 from lightning_tieroffload.engine.order import Phase, UseOrder
 from lightning_tieroffload.engine.params import (
     AutocastParameter,
@@ -87,6 +88,14 @@ class DeviceSpace:
         self._distance_of: dict[int, int] = {}
         self._distance_key: Any = None
         self._next_index = 0
+        self.host = HostSpace(
+            self.table,
+            self.ledger,
+            next_uses=self._distances,
+            add_stall=self.add_stall,
+            moved_nbytes=self.moved_nbytes,
+            no_overlap=no_overlap,
+        )
 
     @property
     def lock(self) -> Any:
@@ -148,7 +157,7 @@ class DeviceSpace:
         """Give a unit's castable weights a wire part. False where something holds their full part just now."""
         with self.lock:
             full = next(part for part in unit.full_parts if part.castable)
-            self.settle_home(unit)
+            self.settle_home(unit, to_write=unit.param_block.is_paged)
             if self._is_held(full):
                 return False
             if full.is_resident:
@@ -156,6 +165,8 @@ class DeviceSpace:
             self._add_part(unit.make_wire(dtype))
             if unit.low is not None:
                 self._add_part(unit.low)
+            self.host.note_written(unit.param_block)
+            self.host.write_behind(unit.param_block)
             return True
 
     def remove(self, unit: UnitState) -> None:
@@ -169,6 +180,7 @@ class DeviceSpace:
                 if part.is_for_compute:
                     self.by_storage.pop(part.key, None)
                 self.table.remove(part.shard)
+            self.host.remove(unit)
             self.units.remove(unit)
             self._unit_at.pop(unit.index, None)
             self.ledger[Tier.DRAM].home_nbytes -= unit.nbytes
@@ -207,10 +219,12 @@ class DeviceSpace:
         for other in split:
             other.upload.wait()  # it may still be reading the split homes, and so may one that compute waits for only
             other.home_read.wait()
+        self.host.bring_in(unit.state_block if part.form is Form.STATE else unit.param_block, to_write=True)
         self.table.begin(part.shard, D2H)
         pairs, landing = part.download_pairs()
         try:
             part.download = self._streams.download(pairs, f"write back ({part.name})")
+            self.host.note_use(unit.param_block, part.download)
             if self.no_overlap or landing is not None:
                 part.download.wait()
             if landing is not None:
@@ -220,6 +234,9 @@ class DeviceSpace:
             raise
         self.moved_nbytes["d2h"] += part.nbytes
         self.table.landed(part.shard, D2H)
+        block = unit.state_block if part.form is Form.STATE else unit.param_block
+        self.host.note_written(block)
+        self.host.write_behind(block)
         for other in split:
             self.table.wrote(other.shard, Tier.DRAM)
 
@@ -267,6 +284,14 @@ class DeviceSpace:
             for part in unit.home_parts if to_write else ():
                 self._land(part)
                 part.home_read.wait()
+            self.host.bring_in(unit.param_block, to_write=to_write)
+
+    def home_written(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
+        """The host has written to the home, which the caller had settled before, ``to_write``."""
+        with self.lock:
+            self.host.note_written(unit.param_block)
+            self.host.write_behind(unit.param_block)
+            self.order_home_write(unit, slots)
 
     def settle_state(self, unit: UnitState) -> None:
         """Make optimizer state in DRAM the newest, readable by the host now. What is written to it there is noticed."""
@@ -282,8 +307,8 @@ class DeviceSpace:
     def order_home_write(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
         """The home is written by the host (a load, an update): the device copies become stale.
 
-        The caller has settled the home before, ``to_write``. Device copies are dropped unless something still refers to
-        them, in which case ``refresh`` must follow once the home is written.
+        Device copies are dropped unless something still refers to them, in which case ``refresh`` must follow once the
+        home is written.
         """
         with self.lock:
             for slot in slots:
@@ -298,10 +323,13 @@ class DeviceSpace:
         if part.is_resident and not self._is_held(part):
             self._evict(part)
 
-    def order_update(self, unit: UnitState, slots: Sequence[ParamSlot]) -> tuple[list[Ticket], list[CopyTicket]]:
+    def order_update(
+        self, unit: UnitState, slots: Sequence[ParamSlot], priority: int = 0
+    ) -> tuple[list[Ticket], list[CopyTicket]]:
         """An update of the home is about to be submitted: make the home the truth, the device copies stale.
 
         Returns (works that the update must run after, copies that it must wait for: those that read or write homes).
+        ``update_ordered`` must follow.
         """
         with self.lock:
             copies: list[CopyTicket] = []
@@ -312,10 +340,16 @@ class DeviceSpace:
                 self._write_back(part)
                 copies.append(part.download)
             previous = [unit.update] if unit.update is not None else []
+            previous += self.host.order_update(unit, priority)
             self.order_home_write(unit, slots)
             for part in unit.device_state:
                 self._drop_stale(part)
             return previous, copies
+
+    def update_ordered(self, unit: UnitState, ticket: Ticket) -> None:
+        """The update that ``order_update`` prepared has a ticket, and runs next. ``host.write_updated`` must follow."""
+        unit.home_update = unit.update = ticket
+        self.host.update_ordered(unit, ticket)
 
     def track_state(self, part: Part) -> None:
         """List a part of optimizer state, whose newest content is in DRAM, as one that may come to the device."""
@@ -448,9 +482,11 @@ class DeviceSpace:
                     self._write_back(full)
         for each in unit.full_parts:
             each.download.wait()
+        self.host.bring_in(unit.param_block)
         self.table.begin(part.shard, H2D)
         try:
             part.upload = self._streams.upload(part.upload_pairs(), f"fetch ({part.name})")
+            self.host.note_use(unit.param_block, part.upload)
         except BaseException:
             self.table.failed(part.shard, H2D)
             raise
@@ -634,6 +670,7 @@ class DeviceSpace:
         """Start fetching the coming units while there is room, without taking it from units needed sooner."""
         if self.prefetch_units < 1:
             return
+        self._read_ahead()
         sooner: set[int] = set()
         for index, phase in self.order.coming(self.prefetch_units):
             unit = self._unit_at.get(index)
@@ -644,10 +681,23 @@ class DeviceSpace:
             grad_nbytes = unit.max_grad_nbytes if phase is Phase.BACKWARD else 0
             for part in unit.parts_for(self.wire_dtype):
                 if not part.is_resident:
+                    if not self.host.is_ready(unit.param_block):
+                        return  # it is still coming from flash
                     if not self._make_room_for_later(part.nbytes + grad_nbytes, unit, sooner):
                         return
                     self._start_fetch(part)
             sooner.add(index)
+
+    def _read_ahead(self) -> None:
+        """Start reading the homes of coming units from flash, further ahead than the device fetches."""
+        if self.host.store is None:
+            return
+        coming = [self._unit_at.get(index) for index, _ in self.order.coming(self.prefetch_units + 2)]
+        self.host.read_ahead(
+            unit.param_block
+            for unit in coming
+            if unit is not None and not all(part.is_resident for part in unit.parts_for(self.wire_dtype))
+        )
 
     def _make_room_for_later(self, nbytes: int, unit: UnitState, sooner: set[int]) -> bool:
         account = self.ledger[Tier.DEVICE]

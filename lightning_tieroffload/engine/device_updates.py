@@ -57,7 +57,7 @@ class DeviceUpdates:
 
     def can_update(self, unit: UnitState, kernels: Iterable[Any]) -> bool:
         """Whether the plan has the unit updated here, and it can be just now."""
-        if unit.choice.update_on is not UpdatePlace.DEVICE:
+        if unit.choice.update_on is not UpdatePlace.DEVICE or unit.is_paged:
             return False
         if unit.wire is not None and (unit.low is None or unit.wire_state is not WireState.READY):
             return False
@@ -196,7 +196,11 @@ def assign_device_units(
     spanning = set(spanning)
     chosen: set[UnitState] = set()
     for unit in units:
-        if unit.grad_nbytes and _need_nbytes(units, spanning, chosen | {unit}, prefetch_units) <= budget_nbytes:
+        if (
+            unit.grad_nbytes
+            and not unit.is_paged
+            and _need_nbytes(units, spanning, chosen | {unit}, prefetch_units) <= budget_nbytes
+        ):
             chosen.add(unit)
     for unit in units:
         place = UpdatePlace.DEVICE if unit in chosen else UpdatePlace.CPU

@@ -147,6 +147,7 @@ class Gradients:
             if unit is not but:
                 self._settle_unit(unit)
                 self._open.remove(unit)
+                self._space.host.write_behind(unit.grad_block)
 
     def _settle_unit(self, unit: UnitState) -> None:
         while unit.born:
@@ -176,7 +177,9 @@ class Gradients:
         if record.place is GradPlace.KEPT:
             self._put_down(slot)
         self._space.wait_update(unit)  # the last update may still be reading the block
-        if record.place is GradPlace.HOST:
+        is_first = record.place is not GradPlace.HOST
+        self._to_write(unit)
+        if not is_first:
             if record.factors:
                 self.host_value(slot)  # multiplied before the accumulation went on
             record.ticket.wait()
@@ -193,16 +196,19 @@ class Gradients:
                 target, before, grad, self.norm_types, f"gradient ({slot.name})"
             )
             record.norms_ticket = record.ticket
+            self._space.host.note_use(unit.grad_block, record.ticket)
             return grad.nbytes + before.nbytes
         sent = grad if wire_dtype is None or grad.device.type == "cpu" else grad.to(wire_dtype)
         host = unit.host_grad(slot, wire_dtype)
         record.ticket.wait()  # a gradient that was cleared before it was used may still be on its way to the block
         record.ticket = self._space.download([(host, sent)], f"gradient ({slot.name})")
+        self._space.host.note_use(unit.grad_block, record.ticket)
         record.place = GradPlace.HOST
         record.is_wire = wire_dtype is not None
         record.factors = []
         record.norms = {}
-        if grad.device.type != "cpu" and record.ticket is not LANDED:
+        # Where it lies on flash, its norm must not bring it back.
+        if (grad.device.type != "cpu" and record.ticket is not LANDED) or unit.grad_block.is_paged:
             self._note_norms(record, grad)
         return sent.nbytes
 
@@ -218,13 +224,12 @@ class Gradients:
             return False
         before = record.kept
         if before is None:
-            sent = grad if wire_dtype is None else grad.to(wire_dtype)
-            # While it was in autograd's field it was charged, and still is.
-            if not self._space.make_room(
-                max(0, sent.nbytes - slot.nbytes), keep=slot.unit, what="gradient", must=False
-            ):
+            # The caller still charges it as one in autograd's field, which it is while a narrow copy is made.
+            more_nbytes = 0 if wire_dtype is None else slot.numel * wire_dtype.itemsize
+            if not self._space.make_room(more_nbytes, keep=slot.unit, what="gradient", must=False):
                 return False
-            record.kept, record.place, record.is_wire = sent, GradPlace.KEPT, wire_dtype is not None
+            record.kept = grad if wire_dtype is None else grad.to(wire_dtype)
+            record.place, record.is_wire = GradPlace.KEPT, wire_dtype is not None
             record.factors = []
         elif record.factors:
             return False  # multiplied before the accumulation went on: rare, and the DRAM form knows how
@@ -264,10 +269,12 @@ class Gradients:
         kept = record.kept
         assert kept is not None
         self._space.wait_update(unit)
+        self._to_write(unit)
         host = unit.host_grad(slot, kept.dtype if record.is_wire else None)
         record.ticket.wait()
         record.ticket = self._space.download([(host, kept)], f"gradient ({slot.name})")
         record.ticket.before_compute()
+        self._space.host.note_use(unit.grad_block, record.ticket)
         record.kept, record.place = None, GradPlace.HOST
         self._charge_kept(slot, 0)
         self._charge_leaving(record.ticket, kept.nbytes)
@@ -293,6 +300,12 @@ class Gradients:
         if record.place is GradPlace.KEPT:
             record.kept = None
             self._charge_kept(slot, 0)
+
+    def _to_write(self, unit: UnitState) -> None:
+        """The unit's gradient block is in DRAM and about to be written to."""
+        host = self._space.host
+        host.bring_in(unit.grad_block, to_write=True)
+        host.note_written(unit.grad_block)
 
     # ------------------------------------------------------------------------------------------------- p.grad
     def read(self, slot: ParamSlot) -> torch.Tensor | None:
@@ -346,6 +359,9 @@ class Gradients:
         record.ticket.wait()
         if record.is_wire or record.factors:
             self._space.wait_update(unit)
+            self._to_write(unit)
+        else:
+            self._space.host.bring_in(unit.grad_block)
         if record.is_wire:
             narrow = self.raw_host(slot).clone()  # it may stand in the wide one's own memory
             record.is_wire = False
@@ -362,6 +378,10 @@ class Gradients:
 
     def raw_host(self, slot: ParamSlot) -> torch.Tensor:
         """The DRAM gradient as it is stored (16 bits wide for a wire gradient), factors not multiplied in."""
+        self._space.host.bring_in(slot.unit.grad_block)
+        return self._raw(slot)
+
+    def _raw(self, slot: ParamSlot) -> torch.Tensor:
         record = slot.unit.grads[slot.index]
         return slot.unit.host_grad(slot, self._wire_dtype_of(slot) if record.is_wire else None)  # type: ignore[no-any-return]
 
@@ -384,6 +404,7 @@ class Gradients:
                 elif record.place is GradPlace.HOST and fresh is None:
                     record.ticket.wait()
                     self._space.wait_update(unit)
+                    self._to_write(unit)
                     unit.host_grad(slot).zero_()
                     record.factors, record.norms, record.is_wire = [], {}, False
                 else:
@@ -456,7 +477,10 @@ class Gradients:
                 if float(inv_scale) != 1.0:
                     record.factors.append(self.factor(inv_scale.clone().reshape(())))
                 return
-            torch._amp_foreach_non_finite_check_and_unscale_([self.host_value(slot)], found_inf, inv_scale)
+            value = self.host_value(slot)
+            self._to_write(slot.unit)
+            torch._amp_foreach_non_finite_check_and_unscale_([value], found_inf, inv_scale)
+            self._space.host.write_behind(slot.unit.grad_block)
 
     def factor(self, tensor: torch.Tensor) -> Factor:
         """A 0-dim tensor as something that updates can multiply by, read behind what compute has enqueued so far."""
@@ -476,7 +500,9 @@ class Gradients:
     def clamp(self, slot: ParamSlot, limit: float) -> None:
         with self._space.lock:
             self._space.wait_update(slot.unit)
-            self.host_value(slot).clamp_(min=-limit, max=limit)
+            value = self.host_value(slot)
+            self._to_write(slot.unit)
+            value.clamp_(min=-limit, max=limit)
             slot.unit.grads[slot.index].norms = {}
 
     def drop_born(self) -> None:
@@ -506,14 +532,16 @@ class Gradients:
         if record.place is GradPlace.KEPT and fresh is None:
             self._put_down(slot)
         if record.place is GradPlace.HOST and fresh is None:
-            return record.ticket, self.raw_host(slot), list(record.factors)
+            return record.ticket, self._raw(slot), list(record.factors)  # the update brings it in
         grad = self.read(slot)
+        self._space.wait_update(unit)
+        self._to_write(unit)
         host = unit.host_grad(slot)
         if grad is None:
             return LANDED, host, []
-        self._space.wait_update(unit)
         record.ticket.wait()
         ticket = self._space.download([(host, grad.detach())], f"gradient ({slot.name})")
+        self._space.host.note_use(unit.grad_block, ticket)
         # The tensor stays the user's, who may write to it at once (zero_grad(set_to_none=False)): only behind the copy.
         ticket.before_compute()
         return ticket, host, []

@@ -31,8 +31,9 @@ from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.device_updates import assign_device_units
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.host_memory import give_back_released_memory
+from lightning_tieroffload.engine.host_space import PAGES_LANE, HostNeed, assign_homes, least_room_nbytes
 from lightning_tieroffload.engine.module_hooks import ModuleHooks
-from lightning_tieroffload.engine.optimizer import Updates
+from lightning_tieroffload.engine.optimizer import Updates, num_moments, state_nbytes
 from lightning_tieroffload.engine.params import (
     ParamSlot,
     managed_slot,
@@ -43,18 +44,24 @@ from lightning_tieroffload.engine.params import (
 )
 from lightning_tieroffload.engine.reach import inner_optimizers
 from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
-from lightning_tieroffload.engine.unit_state import GradPlace, UnitState
+from lightning_tieroffload.engine.unit_state import CAUTIOUS, GradPlace, UnitState
 from lightning_tieroffload.engine.units import UnitSpec, find_units
 from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import InfeasiblePlanError, UnsupportedError
+from lightning_tieroffload.io.extent_store import ExtentStore
+from lightning_tieroffload.io.nvme_mover import NvmeMover
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
-from lightning_tieroffload.planning.cost_model import ActivationChoice
-from lightning_tieroffload.sizes import format_nbytes, round_up
+from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice
+from lightning_tieroffload.sizes import MiB, format_nbytes, round_up
 
 __all__ = ["OffloadEngine", "engine_of", "spec_nbytes"]
 
 _log = logging.getLogger(__name__)
 _UPDATE_LANE = "update"
+_IO_THREADS = 4  # with blocks of 4 MiB nearly the fastest of every disk that was measured (log.md)
+_BLOCK_NBYTES = 4 * MiB
+_PAGE_NBYTES = 4096
+_SCALARS_NBYTES = 8  # what a class keeps beside tensors of a parameter's shape (``step``)
 
 
 class _Core:
@@ -88,17 +95,32 @@ class _Core:
         self.gradients = Gradients(self.space, self.wire)
         self.place = _placer(device)
         self.state_estimate_nbytes = 0  # of every adopted optimizer whose class is known
+        self.state_nbytes_of: dict[UnitState, int] = {}  # of it, what may lie on flash
+        self.fixed_state_nbytes = 0  # and what may not
+        self.whole_units: set[UnitState] = set()  # that an optimizer steps over all at once
+        # Whose state is counted, by optimizer.
+        self.known_states: weakref.WeakKeyDictionary[Optimizer, set[ParamSlot]] = weakref.WeakKeyDictionary()
+        self.activation_nbytes = 0  # what activations may map where there is flash
         self.kept_storages: set[int] = set()  # of buffers and unmanaged parameters
         self.activations = self.space.make_activation_store(
             self.kept_storages.__contains__, self._dram_headroom_nbytes, must_fit=config.activations == "offload"
         )
         # Two units at a time on a GPU: one may wait for its gradients while the other's kernels run.
-        # The NVMe lanes come beside this one: the scheduler takes any number of lanes.
-        self.scheduler = Scheduler(
-            [LaneSpec(name=_UPDATE_LANE, concurrency=1 if on_host else 2)],
-            timeout_s=config.io_timeout_s,
-            debug_seed=delays,
-        )
+        lanes = [LaneSpec(name=_UPDATE_LANE, concurrency=1 if on_host else 2)]
+        self.store: ExtentStore | None = None
+        if config.nvme_paths:
+            self.store = ExtentStore(
+                config.nvme_paths,
+                block_nbytes=_BLOCK_NBYTES if config.block_nbytes == "auto" else config.block_nbytes,
+                max_nbytes=budgets.nvme_nbytes,
+                verify_reads=config.verify_reads,
+                write_budget_nbytes=config.nvme_write_budget,
+            )
+            io_threads = _IO_THREADS if config.io_threads == "auto" else config.io_threads
+            lanes += [PAGES_LANE, *NvmeMover.lane_specs(len(self.store.paths), io_threads=io_threads)]
+        self.scheduler = Scheduler(lanes, timeout_s=config.io_timeout_s, debug_seed=delays)
+        if self.store is not None:
+            self.space.host.open_flash(self.scheduler, self.store, NvmeMover(self.scheduler, self.store))
         self.updates = Updates(
             self.space,
             self.gradients,
@@ -111,6 +133,7 @@ class _Core:
             plan_homes=self._plan_homes,
         )
         self._planned_for: Any = None
+        self.updates.before_step = self._before_step
         self.engines: list[weakref.ref[OffloadEngine]] = []
         self.num_open = 0
 
@@ -140,6 +163,14 @@ class _Core:
                 self.space.prefetch_units,
             )
 
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Groups may have been added, or parameters attached, since the optimizer was adopted."""
+        engine = next((e for ref in self.engines if (e := ref()) is not None), None)
+        if self.store is not None and engine is not None:
+            engine._assign_state(optimizer)
+            with self.space.lock:
+                self.space.host.note_beside(engine._dram_nbytes() - self.space.host.used_nbytes)
+
     def _submit_update(
         self,
         work: Callable[[], None],
@@ -162,11 +193,49 @@ class _Core:
 
     def _dram_headroom_nbytes(self) -> int:
         """What activations may still map: the budget less what homes, gradients and optimizer state hold or will."""
+        if self.store is not None:
+            return self.activation_nbytes - self.activations.mapped_nbytes()
         engine = next((e for ref in self.engines if (e := ref()) is not None), None)
         state_nbytes = max(self.state_estimate_nbytes, engine._state_nbytes() if engine is not None else 0)
         held_nbytes = sum(unit.running_dram_nbytes() for unit in self.space.units) + state_nbytes
         held_nbytes += self.activations.mapped_nbytes()
         return self.space.ledger[Tier.DRAM].budget_nbytes - held_nbytes
+
+    def assign(self, new: Sequence[HostNeed] = ()) -> list[Choice]:
+        """Homes of everything, ``new`` units last; what is attached follows at once. Returns those of ``new``."""
+        if self.store is None:
+            return [need.choice for need in new]
+        units = self.space.units
+        needs = [_need_of(unit, self.state_nbytes_of.get(unit, 0), is_whole=unit in self.whole_units) for unit in units]
+        budget_nbytes = self.space.ledger[Tier.DRAM].budget_nbytes
+        fixed_nbytes = self.fixed_state_nbytes
+        choices = assign_homes([*needs, *new], budget_nbytes, fixed_nbytes=fixed_nbytes)
+        needs = [dataclasses.replace(n, choice=c) for n, c in zip([*needs, *new], choices, strict=True)]
+        self._check_flash(sum(need.nbytes_on(Tier.NVME) for need in needs))
+        at_home_nbytes = fixed_nbytes + sum(need.nbytes_on(Tier.DRAM) for need in needs)
+        room_nbytes = budget_nbytes - at_home_nbytes
+        least_nbytes = least_room_nbytes(needs)
+        # Where everything fits nothing competes with activations for DRAM.
+        self.activation_nbytes = (room_nbytes - least_nbytes) // (2 if least_nbytes else 1)
+        if self.config.activations == "offload" and least_nbytes:
+            room_nbytes -= self.activation_nbytes
+        self.space.host.room_nbytes = room_nbytes
+        for unit, choice in zip(units, choices[: len(units)], strict=True):
+            if choice != unit.choice:
+                self.space.settle_home(unit, to_write=True)
+                self.space.host.rehome(unit, choice)
+        return choices[len(units) :]
+
+    def _check_flash(self, need_nbytes: int) -> None:
+        account = self.space.ledger[Tier.NVME]
+        if need_nbytes > account.budget_nbytes:
+            raise InfeasiblePlanError(
+                f"nvme_budget is {format_nbytes(account.budget_nbytes)} ({account.budget_nbytes} bytes), but what does "
+                f"not fit into dram_budget takes {format_nbytes(need_nbytes)} on flash. The smallest nvme_budget that "
+                f"works is {need_nbytes} bytes; or raise dram_budget.",
+                tier="nvme",
+                least_budget_nbytes=need_nbytes,
+            )
 
     def has_failed(self) -> bool:
         """Whether background work failed: engines that are attached from now on share another core."""
@@ -174,6 +243,8 @@ class _Core:
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # last in, first out; one that raises does not keep the others from it
+            if self.store is not None:
+                stack.callback(self.store.close)
             stack.callback(self.scheduler.close)
             stack.callback(self.activations.close)
             stack.callback(self.space.close)
@@ -312,6 +383,8 @@ class OffloadEngine:
                 engine._take(model)
             except BaseException:
                 engine.close()
+                if core.num_open == 0:
+                    core.close()  # nobody else will
                 raise
         return engine
 
@@ -333,8 +406,9 @@ class OffloadEngine:
         self.core.num_open += 1
         self.core.engines.append(weakref.ref(self))
         wrapper_of = {id(m._orig_mod): m for m in model.modules() if type(m).__name__ == "OptimizedModule"}
-        for spec in units.units:
-            self._take_unit(spec, wrapper_of)
+        choices = self.core.assign([_spec_need(spec, self.device) for spec in units.units])
+        for spec, choice in zip(units.units, choices, strict=True):
+            self._take_unit(spec, wrapper_of, choice)
         self._unmanaged = [(name, reason, p.numel() * p.itemsize) for name, p, reason in units.unmanaged]
         for _, p, _ in units.unmanaged:
             if managed_slot(p) is None and p.device != self.device:
@@ -350,7 +424,7 @@ class OffloadEngine:
                 self._hooks.bracket_state_dict(module)
         self._hook_modules(model, wrapper_of)
 
-    def _take_unit(self, spec: UnitSpec, wrapper_of: dict[int, nn.Module]) -> None:
+    def _take_unit(self, spec: UnitSpec, wrapper_of: dict[int, nn.Module], choice: Choice) -> None:
         params = [(name, p) for name, p in spec.params if managed_slot(p) is None]
         if not params:
             return
@@ -369,13 +443,25 @@ class OffloadEngine:
             poison="poison" in self.config.debug,
             is_compiled=is_compiled,
             place=self.core.place,
+            choice=choice,
+            keeper=self.space.host,
             root=None if is_compiled else spec.root,
         )
         activation = _FIRST_ACTIVATION[self.config.activations]
         if spec.root is not None or activation is ActivationChoice.OFFLOAD_DRAM:
             unit.choice = dataclasses.replace(unit.choice, activation=activation)
         unit.is_spanning = spec.name in self._spanning
-        unit.take_homes()
+        host = self.space.host
+        with self.space.lock:
+            host.add(unit)
+            try:
+                host.reserve(unit.grad_block, _spec_need(spec, self.device).grad_nbytes)
+                unit.take_homes()
+                host.note_written(unit.param_block)
+                host.write_behind(unit.param_block)
+            except BaseException:
+                host.remove(unit)
+                raise
         for slot in unit.slots:
             slot.owner = self
             slot.param.__dict__["_tieroffload_slot"] = slot
@@ -443,7 +529,8 @@ class OffloadEngine:
                 tier="device",
                 least_budget_nbytes=least_nbytes,
             )
-        self._check_dram(sum(_dram_nbytes(spec, self.device) for spec in specs), "parameters and gradients")
+        if self.core.store is None:
+            self._check_dram(sum(_dram_nbytes(spec, self.device) for spec in specs), "parameters and gradients")
 
     def _check_dram(self, more_nbytes: int, what: str) -> None:
         account = self.space.ledger[Tier.DRAM]
@@ -490,13 +577,49 @@ class OffloadEngine:
         inner = inner_optimizers(optimizer)
         # One that steps through others keeps their groups, and in its own state what nobody can tell beforehand.
         more_nbytes = sum(self._state_estimate_nbytes(each) for each in inner or [optimizer])
-        self._check_dram(more_nbytes, f"the state of {type(optimizer).__name__}")
+        if self.core.store is None:
+            self._check_dram(more_nbytes, f"the state of {type(optimizer).__name__}")
+        else:
+            for each in inner or [optimizer]:
+                self._assign_state(each)
         self.core.state_estimate_nbytes += more_nbytes
         optimizers.adopt(optimizer)
         for each in inner:
             self._remember(each)
         self._remember(optimizer)
         return optimizer
+
+    def _assign_state(self, optimizer: Optimizer) -> None:
+        """Homes again where this optimizer has parameters that are new; space on flash for their state."""
+        by_unit: dict[UnitState, dict[int, int]] = {}
+        known = self.core.known_states.setdefault(optimizer, set())
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                slot = managed_slot(p)
+                if slot is not None and slot not in known:
+                    by_unit.setdefault(slot.unit, {})[slot.index] = state_nbytes(optimizer, group, p)
+        if not by_unit:
+            return
+        is_paged = self.updates.runs_per_unit(optimizer)
+        core = self.core
+        before = dict(core.state_nbytes_of), core.fixed_state_nbytes, set(core.whole_units)
+        with self.space.lock:
+            for unit, nbytes_of in by_unit.items():
+                core.fixed_state_nbytes += _SCALARS_NBYTES * len(nbytes_of)
+                nbytes = round_up(sum(nbytes_of.values()), _PAGE_NBYTES)
+                if is_paged:
+                    core.state_nbytes_of[unit] = core.state_nbytes_of.get(unit, 0) + nbytes
+                else:
+                    core.fixed_state_nbytes += nbytes
+                    core.whole_units.add(unit)
+            try:
+                core.assign()
+                for unit, nbytes_of in by_unit.items() if is_paged else ():
+                    unit.allot_state(nbytes_of)
+            except BaseException:
+                core.state_nbytes_of, core.fixed_state_nbytes, core.whole_units = before
+                raise
+            known.update(unit.slots[index] for unit, nbytes_of in by_unit.items() for index in nbytes_of)
 
     def _remember(self, optimizer: Optimizer) -> None:
         if not any(ref() is optimizer for ref in self._optimizers):
@@ -513,7 +636,7 @@ class OffloadEngine:
                 if entry:  # loaded, or made by the class at once (Adagrad)
                     total += sum(value.nbytes for value in entry.values() if isinstance(value, torch.Tensor))
                 else:
-                    total += _num_moments(optimizer, group) * p.numel() * p.itemsize + (4 if "betas" in group else 0)
+                    total += num_moments(optimizer, group) * p.numel() * p.itemsize + (4 if "betas" in group else 0)
         return total
 
     # ------------------------------------------------------------------------------------------------- SlotOwner
@@ -563,7 +686,7 @@ class OffloadEngine:
             torch._C._set_grad_enabled(False)
             self.space.settle_home(slot.unit, to_write=True)
             slot.unit.write_home(slot, source)
-            self.space.order_home_write(slot.unit, [slot])
+            self.space.home_written(slot.unit, [slot])
             self.space.refresh(slot.unit)
 
     def replace_data(self, slot: ParamSlot, data: torch.Tensor) -> None:
@@ -621,6 +744,20 @@ class OffloadEngine:
         with self.space.lock:
             self.space.settle_state(slot.unit)
 
+    def show_state(self, slot: ParamSlot) -> None:
+        """The state of the slot's unit is in DRAM, and stays as long as its tensors are referred to."""
+        with self.space.lock:
+            self.space.settle_state(slot.unit)
+            self.space.host.show(slot.unit.state_block)
+
+    def with_state(self, slot: ParamSlot, call: Callable[[], Any]) -> Any:
+        """Run ``call``, which reads the slot's state, with it in DRAM."""
+        with self.space.lock:
+            self.space.settle_state(slot.unit)
+            if slot.unit.state_block.segments:
+                self.space.host.bring_in_for_user(slot.unit.state_block)
+            return call()
+
     # ------------------------------------------------------------------------------------------------- life
     def raise_pending_error(self) -> None:
         """Raise the first error of any background work."""
@@ -660,6 +797,7 @@ class OffloadEngine:
         pending = scheduler.clear_pending_error()
         if stopped is not None and stopped is not pending:
             return stopped  # a time-out or Ctrl-C: something may be running still
+        self.space.host.reset()
         for unit in self.space.units:
             unit.update = unit.home_update = None
             for record in unit.grads:
@@ -683,10 +821,7 @@ class OffloadEngine:
             error = self._quiesce()
             self.gradients.drop_born()
             for unit in list(self.units):
-                try:
-                    self.space.settle_home(unit)
-                except BaseException as failure:
-                    error = error or failure
+                error = self._bring_home(unit, error)
                 self._release_unit(unit)
         self.closed = True  # only now: after Ctrl-C in the middle of this, a second call does the rest
         for ref in self._optimizers:
@@ -710,19 +845,51 @@ class OffloadEngine:
         if error is not None:
             raise error
 
+    def _bring_home(self, unit: UnitState, error: BaseException | None) -> BaseException | None:
+        """Have all of a unit's values in DRAM, whatever can be had; the first error of all."""
+
+        host = self.space.host
+        steps: list[Callable[[], Any]] = [
+            lambda: self.space.wait_update(unit),
+            lambda: host.let_go(unit.state_block),
+            lambda: self.space.settle_home(unit),
+            lambda: host.lease([unit.param_block]),
+            lambda: host.lease([unit.grad_block]) if unit.has_host_grads() else None,
+        ]
+        for bring in steps:
+            try:
+                bring()
+            except BaseException as failure:
+                error = error or failure
+                # What is lost of one must not keep the others from it.
+                with contextlib.suppress(BaseException):
+                    self.core.scheduler.drain()
+                self.core.scheduler.clear_pending_error()
+                self.space.host.reset()
+        return error
+
     def _release_unit(self, unit: UnitState) -> None:
-        for part in unit.full_parts:
+        host = self.space.host
+        is_lost = host.is_lost(unit.param_block)
+        if host.is_lost(unit.state_block):
+            unit.lose_state()
+        for part in unit.full_parts if not is_lost else ():
             self.space.leave_to_aliases(part)  # tensors that the user holds outlive the engine
         for slot in unit.slots:
             p = slot.param
             record = unit.grads[slot.index]
             grad = raw_grad(p)
-            if record.place in (GradPlace.HOST, GradPlace.KEPT):
-                host = self.gradients.host_value(slot).clone()
-                grad = host if grad is None else host.to(grad.device).add_(grad)  # one that had not left yet
+            if record.place in (GradPlace.HOST, GradPlace.KEPT) and not host.is_lost(unit.grad_block):
+                sum_before = self.gradients.host_value(slot).clone()
+                # One may not have left yet.
+                grad = sum_before if grad is None else sum_before.to(grad.device).add_(grad)
             with torch._C._InferenceMode(False):
                 torch._C._set_grad_enabled(False)
-                values = unit.read_home(slot).clone()  # strides and all
+                if is_lost:  # flash did not give it back: no number is better than a wrong one
+                    values = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu")
+                    values.fill_(float("nan") if slot.dtype.is_floating_point or slot.dtype.is_complex else 0)
+                else:
+                    values = unit.read_home(slot).clone()  # strides and all
             set_raw_grad(p, None)
             p.__class__ = nn.Parameter
             p.__dict__.pop("_tieroffload_slot", None)
@@ -732,16 +899,23 @@ class OffloadEngine:
         self.space.remove(unit)
         unit.close()
         self.units.remove(unit)
+        self.core.state_nbytes_of.pop(unit, None)
+        self.core.whole_units.discard(unit)
+        for known in self.core.known_states.values():
+            known.difference_update(unit.slots)
 
     # ------------------------------------------------------------------------------------------------- reports
     def _dram_nbytes(self) -> int:
+        store = self.core.store
         return (
             sum(unit.dram_nbytes() for unit in self.space.units)
             + self._state_nbytes()
             + self.core.activations.mapped_nbytes()
+            + (store.memory_nbytes if store is not None else 0)
         )
 
     def _state_nbytes(self) -> int:
+        """Optimizer state that is not in a block, whose bytes count wherever they are."""
         total = 0
         for core_engine in [ref() for ref in self.core.engines] or [self]:
             for ref in core_engine._optimizers if core_engine is not None else ():
@@ -749,8 +923,13 @@ class OffloadEngine:
                 if optimizer is None:
                     continue
                 for p, entry in list(dict.items(optimizer.state)):
-                    if managed_slot(p) is not None and isinstance(entry, dict):
-                        total += sum(v.nbytes for v in list(entry.values()) if isinstance(v, torch.Tensor))
+                    slot = managed_slot(p)
+                    if slot is not None and isinstance(entry, dict):
+                        held = slot.unit.state_block.tensors
+                        for name, value in list(entry.items()):
+                            if isinstance(value, torch.Tensor):
+                                kept = held.get((slot.index, name)) if held else None
+                                total += value.nbytes if kept is None or kept.tensor is not value else 0
         return total
 
     def report(self) -> dict[str, Any]:
@@ -759,14 +938,21 @@ class OffloadEngine:
             dram_nbytes = self._dram_nbytes()
             ledger = self.space.ledger
             account = ledger[Tier.DRAM]
+            host = self.space.host
             account.used_nbytes = dram_nbytes
-            account.peak_nbytes = max(account.peak_nbytes, dram_nbytes)
+            host.note_beside(dram_nbytes - host.used_nbytes)
+            account.peak_nbytes = max(account.peak_nbytes, host.peak_nbytes)
+            home_nbytes = {Tier.DRAM: dram_nbytes - host.used_nbytes, Tier.NVME: host.home_nbytes()}
+            store = self.core.store
+            if store is not None:
+                ledger[Tier.NVME].used_nbytes = store.used_nbytes
+                ledger[Tier.NVME].peak_nbytes = store.peak_nbytes
             tiers = {
                 tier.name.lower(): {
                     "budget_nbytes": ledger[tier].budget_nbytes,
                     "peak_nbytes": ledger[tier].peak_nbytes,
                     "used_nbytes": ledger[tier].used_nbytes,
-                    "home_nbytes": dram_nbytes if tier is Tier.DRAM else 0,
+                    "home_nbytes": home_nbytes.get(tier, 0),
                 }
                 for tier in Tier
             }
@@ -785,7 +971,7 @@ class OffloadEngine:
                 "num_prefetch_misses": self.space.num_prefetch_misses,
                 "forecast": {"step_s": None, "device_peak_nbytes": None, "bottleneck": None},
                 "plan": self.plan(),
-                "written_nbytes_by_path": {},
+                "written_nbytes_by_path": store.written_nbytes_by_path if store is not None else {},
                 "lanes": self.core.scheduler.report(),
             }
 
@@ -818,21 +1004,6 @@ class OffloadEngine:
         return plan_table(self.plan())
 
 
-# Tensors of the parameter's size that a class keeps, beside those that its options add.
-_MOMENTS = {
-    "ASGD": 1, "Adadelta": 2, "Adagrad": 1, "Adamax": 2, "Lion": 1, "Muon": 1, "NAdam": 2, "RAdam": 2, "RMSprop": 1,
-    "Rprop": 2, "SGD": 0,
-}  # fmt: skip
-
-
-def _num_moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
-    """How many tensors of its size a parameter's state will hold; 0 for a class that nobody can tell beforehand."""
-    name = optimizers.user_class(optimizer).__name__
-    known = _MOMENTS.get(name, 2 if "betas" in group else 0)
-    with_momentum = name in ("SGD", "RMSprop") and bool(group.get("momentum"))
-    return known + int(with_momentum) + int(bool(group.get("centered"))) + int(bool(group.get("amsgrad")))
-
-
 _CASTABLE_OWNERS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")  # the last is transformers' transposed Linear
 
 
@@ -858,6 +1029,50 @@ def _dram_nbytes(spec: UnitSpec, device: torch.device) -> int:
     )
     kinds = {(p.dtype, name in _castable(spec)) for name, p in spec.params}
     return spec_nbytes(spec, device) + 64 * len(kinds) + grads_nbytes
+
+
+def _need(
+    name: str,
+    params: list[tuple[str, nn.Parameter]],
+    castable: frozenset[str],
+    device: torch.device,
+    state_nbytes: int = 0,
+    choice: Choice = CAUTIOUS,
+) -> HostNeed:
+    """Host bytes of a unit as blocks hold them: whole pages for each kind of parameter and each role."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for each, p in params:
+        kinds.setdefault((p.dtype, each in castable), []).append((each, p))
+    param_nbytes = grad_nbytes = grad_spare_nbytes = 0
+    for (_, is_castable), items in kinds.items():
+        nbytes = UnitState.laid_out_nbytes(items, castable, device)
+        param_nbytes += round_up(nbytes, _PAGE_NBYTES)
+        if is_castable:  # a split master has a bit more for each parameter
+            param_nbytes += round_up(nbytes // 32 + 192 * len(items), _PAGE_NBYTES)
+        kind_nbytes = sum(round_up(p.numel() * p.itemsize, 64) for _, p in items if p.requires_grad)
+        grad_nbytes += round_up(kind_nbytes, _PAGE_NBYTES)
+        if is_castable:
+            grad_spare_nbytes += round_up(kind_nbytes // 2 + 64 * len(items), _PAGE_NBYTES)
+    return HostNeed(
+        name=name,
+        param_nbytes=param_nbytes,
+        state_nbytes=state_nbytes,
+        grad_nbytes=grad_nbytes,
+        grad_spare_nbytes=grad_spare_nbytes,
+        choice=choice,
+    )
+
+
+def _spec_need(spec: UnitSpec, device: torch.device) -> HostNeed:
+    params = [(name, p) for name, p in spec.params if managed_slot(p) is None]
+    return _need(spec.name, params, _castable(spec), device)
+
+
+def _need_of(unit: UnitState, state_nbytes: int, *, is_whole: bool) -> HostNeed:
+    castable = frozenset(slot.name for slot in unit.slots if slot.castable)
+    params = [(slot.name, slot.param) for slot in unit.slots]
+    need = _need(unit.name, params, castable, unit.device, state_nbytes, unit.choice)
+    return dataclasses.replace(need, is_whole=is_whole)
 
 
 def _castable(spec: UnitSpec) -> frozenset[str]:
@@ -891,8 +1106,6 @@ _FINISHED = {
     "master_weights": ("as_given",),
     "plan_file": (None,),
     "planner": ("ilp",),  # the default; there is one policy so far
-    "nvme_write_budget": (None,),
-    "nvme_paths": ((),),
 }
 
 

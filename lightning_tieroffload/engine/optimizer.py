@@ -13,6 +13,7 @@ gradients carry a graph, steps as it is, on the managed parameters, which are pa
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import inspect
@@ -41,6 +42,7 @@ from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import TierOffloadError, UnsupportedError
 from lightning_tieroffload.kernels.adam import MOMENTS_LATER, MOMENTS_ONLY
 from lightning_tieroffload.kernels.split import merge_f32, split_f32
+from lightning_tieroffload.sizes import round_up
 
 __all__ = [
     "TierOptimizer",
@@ -49,8 +51,10 @@ __all__ = [
     "adopt",
     "host_param",
     "is_adopted",
+    "num_moments",
     "refuse_several_spaces",
     "release",
+    "state_nbytes",
     "user_class",
     "write_back_host_param",
 ]
@@ -131,14 +135,16 @@ class TierState(defaultdict):  # type: ignore[type-arg]
     """``optimizer.state``: reading it waits for the updates that write what is read. Tensors are the live ones."""
 
     def _wait(self, key: Any) -> None:
+        """Wait for the update that writes the entry, and have its tensors in DRAM for as long as they are held."""
         slot = managed_slot(key)
         if slot is not None:
-            slot.owner.wait_update(slot)  # type: ignore[attr-defined]
+            slot.owner.show_state(slot)  # type: ignore[attr-defined]
 
     def __init__(self, optimizer: Optimizer, entries: Any) -> None:
         super().__init__(dict)
         self._optimizer = weakref.ref(optimizer)
         self._plain: Any = None
+        self._copying_thread: int | None = None  # whose reads of all entries see copies
         for key, value in entries:
             dict.__setitem__(self, key, value)
 
@@ -157,7 +163,29 @@ class TierState(defaultdict):  # type: ignore[type-arg]
         optimizer = self._optimizer()
         for group in optimizer.param_groups if optimizer is not None else ():
             for p in group["params"]:
-                self._wait(p)
+                slot = managed_slot(p)
+                if slot is not None:
+                    slot.owner.wait_update(slot)  # type: ignore[attr-defined]
+
+    def _shown(self) -> dict[Any, Any]:
+        """Every entry, in DRAM. Each is referred to before the next comes in: that keeps it there."""
+        self._wait_all()
+        shown = {}
+        for key in list(dict.keys(self)):
+            shown[key] = dict.__getitem__(self, key)
+            self._wait(key)
+        return shown
+
+    def snapshots(self) -> dict[Any, Any]:
+        """Copies of every entry. No more than one unit's state has to be in DRAM for it."""
+        self._wait_all()
+        return {key: self._snapshot_of(key) for key in list(dict.keys(self))}
+
+    def _snapshot_of(self, key: Any) -> Any:
+        slot, entry = managed_slot(key), dict.__getitem__(self, key)
+        if slot is None:
+            return _snapshot(entry)
+        return slot.owner.with_state(slot, lambda: _snapshot(entry))  # type: ignore[attr-defined]
 
     def __getitem__(self, key: Any) -> Any:
         self._wait(key)
@@ -187,13 +215,23 @@ class TierState(defaultdict):  # type: ignore[type-arg]
         self._wait_all()
         return super().__len__()
 
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Meanwhile this thread's ``items()`` and ``values()`` are copies, made unit by unit."""
+        before, self._copying_thread = self._copying_thread, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._copying_thread = before
+
+    def _all(self) -> dict[Any, Any]:
+        return self.snapshots() if self._copying_thread == threading.get_ident() else self._shown()
+
     def items(self) -> Any:
-        self._wait_all()
-        return super().items()
+        return self._all().items()
 
     def values(self) -> Any:
-        self._wait_all()
-        return super().values()
+        return self._all().values()
 
     def keys(self) -> Any:
         self._wait_all()
@@ -311,11 +349,13 @@ class TierOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         raw: Any = _raw(self)
-        result = raw._tieroffload_user_class.state_dict(raw)
         if _updates_of(raw) is None:
-            return result  # type: ignore[no-any-return]
+            return raw._tieroffload_user_class.state_dict(raw)  # type: ignore[no-any-return]
         # A snapshot with storages of its own: training goes on while an asynchronous save is still writing.
-        return {**result, "state": _snapshot(result["state"])}
+        with raw.state.copying():
+            result = raw._tieroffload_user_class.state_dict(raw)
+        own = {id(tensor) for _, entry in dict.items(raw.state) for tensor in _tensors_in(entry)}
+        return {**result, "state": _snapshot(result["state"], only=own)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raw: Any = _raw(self)
@@ -331,7 +371,7 @@ class TierOptimizer:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raw: Any = _raw(self)
         state = dict(raw.__getstate__())
-        state["state"] = defaultdict(dict, {p: _snapshot(entry) for p, entry in raw.state.items()})
+        state["state"] = defaultdict(dict, raw.state.snapshots())
         # Not copyreg.__newobj__: pickle insists that its class is the very one that the object wears.
         return copyreg._reconstructor, (raw._tieroffload_user_class, object, None), state  # type: ignore[attr-defined]
 
@@ -340,14 +380,27 @@ def _hooks_of(raw: Optimizer, name: str) -> Any:
     return raw.__dict__.get(name, {}).values()  # a wrapper may never have called Optimizer.__init__
 
 
-def _snapshot(value: Any) -> Any:
+def _snapshot(value: Any, only: set[int] | None = None) -> Any:
+    """A copy of every tensor inside, or of those whose ``id`` is in ``only``."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone() if type(value) is torch.Tensor else value
+        is_meant = only is None or id(value) in only
+        return value.detach().clone() if is_meant and type(value) is torch.Tensor else value
     if isinstance(value, dict):
-        return {key: _snapshot(item) for key, item in value.items()}
+        return {key: _snapshot(item, only) for key, item in value.items()}
     if isinstance(value, list):
-        return [_snapshot(item) for item in value]
+        return [_snapshot(item, only) for item in value]
     return value
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in list(value.values()):
+            yield from _tensors_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def _with_signature_of(theirs: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -495,6 +548,7 @@ class Updates:
         self._make_pool = make_pool
         self._pool: Any = None
         self._on_device = DeviceUpdates(space, self._get_pool)
+        self.before_step: Callable[[Optimizer], None] | None = None
         self.num_steps = 0
         self._step_at_s: list[float] = []
         self._first_optimizer: int | None = None
@@ -514,7 +568,9 @@ class Updates:
     # ------------------------------------------------------------------------------------------------------- step
     def step(self, raw: Optimizer, cls: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_several_spaces(raw)
-        if cls not in _PER_PARAMETER and not self._has_kernels(raw, cls):
+        if self.before_step is not None:
+            self.before_step(raw)
+        if not self.runs_per_unit(raw):
             result = self._step_whole(raw, cls, args, kwargs)
             self._note_step(raw)
             return result
@@ -525,11 +581,17 @@ class Updates:
                 loss = closure()
         with self._space.lock, torch._C._InferenceMode(False):
             torch._C._set_grad_enabled(False)
+            self._space.host.begin_step()
             self._order_updates(raw, cls)
             self._wire.consider()
             self._plan_homes()
         self._note_step(raw)
         return loss
+
+    def runs_per_unit(self, raw: Optimizer) -> bool:
+        """Whether the optimizer's updates run unit by unit. See [Note: who runs an update]."""
+        cls = user_class(raw)
+        return cls in _PER_PARAMETER or self._has_kernels(raw, cls)
 
     def _has_kernels(self, raw: Optimizer, cls: type) -> bool:
         return self.kernel == "numba" and all(
@@ -566,15 +628,28 @@ class Updates:
             if sources:
                 on_device.append((unit, sources, priority))
             else:
-                self._order_update(raw, cls, unit, by_unit[unit], groups, priority)
+                self._order_cpu_update(raw, cls, unit, by_unit[unit], groups, priority)
         while on_device:
             unit, sources, priority = on_device.pop(0)
             if not self._on_device.order(unit, sources):
-                self._order_update(raw, cls, unit, by_unit[unit], groups, priority)
+                self._order_cpu_update(raw, cls, unit, by_unit[unit], groups, priority)
                 continue
             for source in sources:
                 if not source.entry:
                     dict.pop(raw.state, source.slot.param)  # the class keeps nothing for this parameter
+
+    def _order_cpu_update(
+        self,
+        raw: Optimizer,
+        cls: type[Optimizer],
+        unit: UnitState,
+        items: list[tuple[ParamSlot, int]],
+        groups: list[dict[str, Any]],
+        priority: int,
+    ) -> None:
+        # Gradients that a user holds are copied down for the update alone.
+        with self._space.host.staying(unit.grad_block):
+            self._order_update(raw, cls, unit, items, groups, priority)
 
     def _device_sources(
         self,
@@ -624,7 +699,7 @@ class Updates:
         if isinstance(unit.update, _TwoPasses):
             self._space.wait_update(unit)  # its second pass waits for the lane that this update would wait in
         # Happens-before: the home is readable behind its downloads, writable behind the uploads that read it.
-        previous, copies = self._space.order_update(unit, [slot for slot, _ in items])
+        previous, copies = self._space.order_update(unit, [slot for slot, _ in items], priority)
 
         whole = _TwoPasses()
 
@@ -646,6 +721,8 @@ class Updates:
                 running = [self._start_kernel(raw, source, among_numel) for source in by_kernel]
                 for future in running:
                     future.result()
+                for source in sources:
+                    unit.hold_state(source.slot, dict.get(raw.state, source.slot.param))
             deferred = [source for source in by_kernel if source.moments_later is not None]
             if deferred:
                 try:
@@ -665,11 +742,14 @@ class Updates:
         def announce(ticket: Ticket) -> None:
             # Before the work can run: what Ctrl-C cuts off here is known to whoever waits, or was never submitted.
             whole.first = ticket
-            unit.home_update, unit.update = ticket, whole
+            self._space.update_ordered(unit, ticket)
+            if not unit.is_paged:
+                unit.update = whole
             for source in sources:
                 source.hand_over(ticket)
 
         self._submit(work, label=f"update ({unit.name})", priority=priority, after=previous, announce=announce)
+        self._space.host.write_updated(unit)
         self._space.refresh(unit)
 
     def _run_torch(
@@ -768,7 +848,7 @@ class Updates:
             grad_format={torch.bfloat16: "bf16", torch.float16: "f16"}.get(grad.dtype, "f32"), is_new_state=is_first,
             among_numel=among_numel,
         )  # fmt: skip
-        if self.defer_moments and not is_first and kernel.can_defer_moments(source.group):
+        if self.defer_moments and not is_first and not slot.unit.is_paged and kernel.can_defer_moments(source.group):
             source.moments_later = functools.partial(start, moments=MOMENTS_ONLY, priority=1)
             return start(moments=MOMENTS_LATER)  # type: ignore[no-any-return]
         future: Future[None] = start()
@@ -795,6 +875,8 @@ class Updates:
                 raise TierOffloadError(f"{slot.name}: its master is split, which {cls.__name__} cannot update.")
             self._wire.refuse_all(slot.unit)
         hosts = {slot.param: host_param(slot) for slot in slots}
+        blocks = list({block: None for slot in slots for block in (slot.unit.param_block, slot.unit.grad_block)})
+        leased: list[Any] = []
         given: dict[ParamSlot, torch.Tensor | None] = {}
         shown: dict[int, tuple[ParamSlot, torch.Tensor]] = {}  # gradient blocks of ours, by address
 
@@ -803,6 +885,7 @@ class Updates:
                 torch._C._set_grad_enabled(False)
                 for unit in {slot.unit: None for slot in slots}:
                     self._space.settle_home(unit, to_write=True)
+                leased.extend(self._space.host.lease(blocks))
                 for slot in slots:
                     grad = given[slot] = hosts[slot.param].grad = self._host_grad(slot)
                     if grad is not None and self._gradients.is_down(slot):
@@ -824,8 +907,10 @@ class Updates:
                     elif grad is not given.get(slot) and grad is not None:
                         self._gradients.write(slot, grad.detach().to(slot.param.device))
                 for unit in {slot.unit: None for slot in slots}:
-                    self._space.order_home_write(unit, [s for s in slots if s.unit is unit])
+                    self._space.home_written(unit, [s for s in slots if s.unit is unit])
                     self._space.refresh(unit)
+                self._space.host.end_lease(leased)
+                leased.clear()
 
         def around(call: Any) -> Any:
             """A closure runs with the parameters themselves, so what was done to the host tensors is theirs first."""
@@ -954,13 +1039,56 @@ class Updates:
         for key, value in clone.__dict__.items():
             if key not in _NOT_MIRRORED:
                 raw.__dict__[key] = _remapped(value, back)
+        self._hold_loaded(raw)
         for post_hook in raw._optimizer_load_state_dict_post_hooks.values():
             post_hook(raw)
+
+    def _hold_loaded(self, raw: Optimizer) -> None:
+        """Loaded state goes to flash unit by unit, where it is at home there."""
+        by_unit: dict[UnitState, list[tuple[ParamSlot, dict[str, Any]]]] = {}
+        for group in raw.param_groups:
+            for p in group["params"]:
+                slot = managed_slot(p)
+                if slot is not None and slot.unit.state_block.is_paged:
+                    by_unit.setdefault(slot.unit, []).append((slot, group))
+        for unit, items in by_unit.items():
+            block, host = unit.state_block, self._space.host
+            with self._space.lock, torch._C._InferenceMode(False):
+                torch._C._set_grad_enabled(False)
+                self._space.wait_update(unit)
+                unit.allot_state({slot.index: state_nbytes(raw, group, slot.param) for slot, group in items})
+                if not block.segments:
+                    continue
+                host.bring_in_for_user(block)
+                for slot, _ in items:
+                    unit.hold_state(slot, dict.get(raw.state, slot.param))
+                host.note_written(block)
+                host.write_behind(block)
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+# Tensors of the parameter's size that a class keeps, beside those that its options add.
+_MOMENTS = {
+    "ASGD": 1, "Adadelta": 2, "Adagrad": 1, "Adamax": 2, "Lion": 1, "Muon": 1, "NAdam": 2, "RAdam": 2, "RMSprop": 1,
+    "Rprop": 2, "SGD": 0,
+}  # fmt: skip
+
+
+def num_moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """How many tensors of its size a parameter's state will hold; 0 for a class that nobody can tell beforehand."""
+    name = user_class(optimizer).__name__
+    known = _MOMENTS.get(name, 2 if "betas" in group else 0)
+    with_momentum = name in ("SGD", "RMSprop") and bool(group.get("momentum"))
+    return known + int(with_momentum) + int(bool(group.get("centered"))) + int(bool(group.get("amsgrad")))
+
+
+def state_nbytes(optimizer: Any, group: dict[str, Any], p: torch.Tensor) -> int:
+    """Bytes of tensors of a parameter's size that the optimizer will keep for it, rounded as a block holds them."""
+    return num_moments(optimizer, group) * round_up(p.numel() * p.itemsize, 64) if p.requires_grad else 0
 
 
 # Classes that treat every element alike, so that a slice of a tensor is updated to the bits of the whole tensor's.
@@ -1023,6 +1151,8 @@ class _Source:
             return self.odd_grad
         # A 16-bit gradient stands for the fp32 one that it equals: widened here, and then as torch would multiply.
         grad = self.grad if self.grad.dtype == self.slot.dtype else self.grad.to(self.slot.dtype)
+        if grad is self.grad and self.factors and self._stays_as_it_is():
+            grad = grad.clone()
         for factor in self.factors:
             grad.mul_(factor.on_host())
         return grad
@@ -1030,13 +1160,20 @@ class _Source:
     def true_grad_slice(self, begin: int, end: int) -> torch.Tensor:
         """``true_grad`` of elements ``begin`` to ``end``, counted in memory order."""
         assert self.grad is not None
-        grad = _flat(self.grad)[begin:end].to(self.slot.dtype)
+        grad = _flat(self.grad)[begin:end]
+        grad = grad.to(self.slot.dtype, copy=bool(self.factors) and self._stays_as_it_is())
         for factor in self.factors:
             grad.mul_(factor.on_host())
         return grad
 
+    def _stays_as_it_is(self) -> bool:
+        """A gradient at home on flash is multiplied in a copy: it need not be written there again."""
+        return self.slot.unit.grad_block.is_paged  # type: ignore[no-any-return]
+
     def hand_over(self, update: Ticket) -> None:
         """The update multiplies the factors into the DRAM gradient; who reads it later waits for that."""
+        if self._stays_as_it_is():
+            return
         if self.record.place is GradPlace.HOST and self.kernel is None and self.factors and not self.record.is_wire:
             self.record.factors = []
             self.record.ticket = _AsCopy(update)

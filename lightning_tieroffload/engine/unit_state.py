@@ -11,30 +11,50 @@ the bytes of the moment. Nobody reads it while it is released: see [Note: parame
 
 Each parameter's home is a tensor with a storage of its own in an arena, so that saving one never writes another. Where
 a bf16 wire part exists the home is the split master: the wire copy, the low halves, the tie bits (kernels/split.py).
+
+[Note: host blocks] A unit's host memory is three blocks: homes of parameters, gradients, optimizer state. A block is a
+few mappings whose addresses are for life. Where its home is DRAM, its pages are there from the first touch on; where it
+is flash, they are there while ``HostSpace`` says so, and everything that reads or writes them asks it first.
 """
 
 from __future__ import annotations
 
 import bisect
 import enum
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.concepts import Role, Tier
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, set_raw_data
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket
+from lightning_tieroffload.errors import CapacityError
 from lightning_tieroffload.kernels.split import SplitMaster, merge_f32, num_tie_bytes, split_f32
 from lightning_tieroffload.memory.arena import PinnedArena
 from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, UpdatePlace
 from lightning_tieroffload.sizes import round_up
 
-__all__ = ["Factor", "Form", "GradPlace", "GradRecord", "Part", "UnitState", "WireState", "align_nbytes", "flat_numpy"]
+__all__ = [
+    "CAUTIOUS",
+    "BlockKeeper",
+    "Factor",
+    "Form",
+    "GradPlace",
+    "GradRecord",
+    "HostBlock",
+    "Part",
+    "Segment",
+    "UnitState",
+    "WireState",
+    "align_nbytes",
+    "flat_numpy",
+]
 
 _GRAIN_NBYTES = 64  # what an arena rounds a block to
-_CAUTIOUS = Choice(Tier.DRAM, Tier.DRAM, Tier.DRAM, UpdatePlace.CPU, ActivationChoice.KEEP)
+CAUTIOUS = Choice(Tier.DRAM, Tier.DRAM, Tier.DRAM, UpdatePlace.CPU, ActivationChoice.KEEP)
 
 
 def _low_nbytes(numel: int) -> int:
@@ -137,6 +157,131 @@ class GradRecord:
         self.norms = {}
         self.touched = False
         self.is_wire = False
+
+
+class BlockKeeper(Protocol):
+    """Who decides where a block's pages are (``HostSpace``). Called under the residency lock."""
+
+    def grow(self, block: HostBlock, arena: PinnedArena) -> None: ...
+    def shrink(self, block: HostBlock, arena: PinnedArena) -> None: ...
+
+
+class Segment:
+    """One mapping of a block; one shard of the store where its home is flash."""
+
+    __slots__ = ("arena", "is_on_flash", "name")
+
+    def __init__(self, arena: PinnedArena, name: str) -> None:
+        self.arena = arena
+        self.name = name
+        self.is_on_flash = False  # a write of it was ordered: it can be read back
+
+
+class _StateTensor:
+    """One tensor of optimizer state in a block, and how many refer to its memory as long as no user does."""
+
+    __slots__ = ("num_owners", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.num_owners = _storage_owners(tensor.untyped_storage())
+
+    def num_refs(self) -> int:
+        tensor = self.tensor
+        return sys.getrefcount(tensor)
+
+    def is_held(self, num_keepers: int) -> bool:
+        """Whether anybody beside ``num_keepers`` known ones refers to the tensor, or to its memory by another one."""
+        return (
+            self.num_refs() > _OWN_TENSOR_REFS + num_keepers
+            or _storage_owners(self.tensor.untyped_storage()) > self.num_owners
+        )
+
+
+def _num_entry_refs(entries: dict[int, dict[str, Any]]) -> int:
+    """The most references that any of the entries has."""
+    most = 0
+    for entry in list(entries.values()):
+        most = max(most, sys.getrefcount(entry))
+    return most
+
+
+# What an object has that nobody else refers to: it differs from one interpreter to the next.
+_OWN_TENSOR_REFS = _StateTensor(torch.empty(1, device="cpu")).num_refs()
+_OWN_ENTRY_REFS = _num_entry_refs({0: {}})
+
+
+class HostBlock:
+    """A unit's host memory of one role. See [Note: host blocks]. ``HostSpace`` writes all but the layout."""
+
+    def __init__(self, unit: UnitState, role: Role, home: Tier) -> None:
+        self.unit = unit
+        self.role = role
+        self.home = home
+        self.shard = f"{unit.index}/{unit.name}:{role.value}"
+        self.segments: list[Segment] = []
+        self.num_grown = 0
+        # Where the home is flash; under the residency lock.
+        self.is_resident = False  # its pages are there, or ordered to be
+        self.is_dirty = False  # the pages hold what no ordered write has taken to flash
+        self.is_shown = False  # a user may hold its tensors and have written to them
+        self.charged_nbytes = 0
+        self.read: Any = None  # what the pages' content comes with
+        self.write: Any = None  # the last write to flash
+        self.gone: Any = None  # gives the pages back
+        self.uses: list[Any] = []  # updates and copies that read or write the pages
+        self.num_step = -1  # of the last update that used it
+        self.num_ordered = 0  # position of the last work on it among all that were ordered
+        # Optimizer state: which mapping a slot's tensors lie in, tensors by (slot, name), and whose entries they are.
+        self.allotted: dict[int, PinnedArena] = {}
+        self.tensors: dict[tuple[int, str], _StateTensor] = {}
+        self.entries: dict[int, dict[str, Any]] = {}
+
+    @property
+    def is_paged(self) -> bool:
+        return self.home is Tier.NVME
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.arena.nbytes for segment in self.segments)
+
+    def give_pages_back(self) -> None:
+        for segment in self.segments:
+            segment.arena.give_pages_back()
+
+    def take_pages(self) -> None:
+        for segment in self.segments:
+            segment.arena.take_pages()
+
+    def take_state(self, slot: ParamSlot, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor of the slot's shape and strides in the block, content undefined; None where there is no room."""
+        key = (slot.index, name)
+        before = self.tensors.get(key)
+        if before is not None:
+            # Its entry was taken out or exchanged, else nobody would ask again.
+            if before.tensor.dtype != dtype or before.is_held(0):
+                return None
+            return before.tensor
+        arena = self.allotted.get(slot.index)
+        if arena is None:
+            return None
+        try:
+            memory = arena.take(slot.numel * dtype.itemsize)
+        except CapacityError:
+            return None  # more than its class was known to keep: it stays in memory of its own
+        tensor = memory.tensor(dtype, (slot.numel,)).as_strided(slot.shape, slot.stride)
+        self.tensors[key] = _StateTensor(tensor)
+        return tensor
+
+    def is_held(self) -> bool:
+        """Whether user code refers to an entry of the state or to one of its tensors."""
+        if _num_entry_refs(self.entries) > _OWN_ENTRY_REFS + 1:  # the optimizer's own mapping
+            return True
+        for (index, name), held in list(self.tensors.items()):
+            keeps = self.entries.get(index, {}).get(name) is held.tensor
+            if held.is_held(1 if keeps else 0):
+                return True
+        return False
 
 
 class Part:
@@ -299,7 +444,7 @@ class Part:
     # ------------------------------------------------------------------------------------------------- homes
     def take_home(self) -> None:
         """Map home memory of the part's layout, copy the parameters' values there, make them views of the device."""
-        arena = self.unit.new_arena(self.nbytes, f"parameters of {self.unit.name}")
+        arena = self.unit.new_arena(self.nbytes, f"parameters of {self.unit.name}", self.unit.param_block)
         block = arena.take(self.nbytes)
         self.home_arena = arena
         self.home_flat = block.tensor(self.dtype, (self.nbytes // self.dtype.itemsize,))
@@ -343,6 +488,7 @@ class UnitState:
         place: called with (address, nbytes) of each mapping before its first touch: binds pages to NUMA nodes.
         castable: names of fp32 parameters that autocast may cast and that one module of a known class owns.
         choice: homes per role, where the update runs, what becomes of activations. The plan's line for this unit.
+        keeper: told of every mapping before its first touch.
         root: the module whose forward is the unit's use; None where no single module stands for it.
     """
 
@@ -358,12 +504,18 @@ class UnitState:
         poison: bool,
         is_compiled: bool,
         place: Callable[[int, int], Any] | None = None,
-        choice: Choice = _CAUTIOUS,
+        choice: Choice = CAUTIOUS,
+        keeper: BlockKeeper,
         root: nn.Module | None = None,
     ) -> None:
         self.name = name
         self.index = index
         self.choice = choice
+        self.param_block = HostBlock(self, Role.PARAM, choice.param_home)
+        self.state_block = HostBlock(self, Role.STATE, choice.state_home)
+        self.grad_block = HostBlock(self, Role.GRAD, choice.grad_home)
+        self.blocks = (self.param_block, self.state_block, self.grad_block)
+        self._keeper = keeper
         self.root = root
         self.device = device
         self._pin = pin
@@ -412,6 +564,11 @@ class UnitState:
         return self.full_parts if self.wire is None else [*self.full_parts, self.wire]
 
     @property
+    def is_paged(self) -> bool:
+        """Whether anything of the unit is at home on flash."""
+        return any(block.is_paged for block in self.blocks)
+
+    @property
     def all_parts(self) -> list[Part]:
         """Those, and what only updates need."""
         return [*self.parts, *(() if self.low is None else (self.low,)), *self.device_state]
@@ -439,6 +596,8 @@ class UnitState:
 
         One mapping for all of the unit's tensors of that kind: huge pages, and touched first by who fills it.
         """
+        if (state := self.state_block.take_state(slot, kind, torch.float32)) is not None:
+            return state
         parts = self.state_parts.setdefault((kind, slot.index), [])
         if not parts or slot.index in parts[-1].given:
             slots = [slot] if parts else [
@@ -463,6 +622,54 @@ class UnitState:
                 return part
         return None
 
+    def allot_state(self, nbytes_of: dict[int, int]) -> None:
+        """Map what the optimizer will keep of these slots (by index), where the home of the state is flash."""
+        wanted = {index: nbytes for index, nbytes in nbytes_of.items() if index not in self.state_block.allotted}
+        if not self.state_block.is_paged or not any(wanted.values()):
+            return
+        # Untouched, so it takes no memory yet.
+        arena = PinnedArena(
+            sum(wanted.values()), pin=False, label=f"state of {self.name}", poison=self._poison, place=self._place
+        )
+        self._keeper.grow(self.state_block, arena)
+        self.state_block.allotted.update(dict.fromkeys(wanted, arena))
+
+    def hold_state(self, slot: ParamSlot, entry: Any) -> None:
+        """Move dense tensors of an optimizer's entry into the state block, where there is one. Called by the update."""
+        block = self.state_block
+        if slot.index not in block.allotted or not isinstance(entry, dict):
+            return
+        if block.entries.get(slot.index) is not entry:
+            block.entries.pop(slot.index, None)  # exchanged (a load): what it held may be used again
+        for name, value in entry.items():
+            held = block.tensors.get((slot.index, name))
+            if held is not None and held.tensor is value:
+                block.entries[slot.index] = entry
+                continue
+            if (
+                type(value) is torch.Tensor
+                and value.layout == torch.strided
+                and value.device.type == "cpu"
+                and value.shape == slot.shape
+                and value.stride() == slot.stride
+                and not value.requires_grad
+            ):
+                target = block.take_state(slot, name, value.dtype)
+                if target is not None:
+                    entry[name] = target.copy_(value)
+                    block.entries[slot.index] = entry
+
+    def lose_state(self) -> None:
+        """Flash did not give the state back: no number is better than a wrong one."""
+        block = self.state_block
+        for (index, name), held in block.tensors.items():
+            entry = block.entries.get(index)
+            if entry is not None and entry.get(name) is held.tensor:
+                entry[name] = torch.full(held.tensor.shape, float("nan"), dtype=held.tensor.dtype, device="cpu")
+
+    def has_host_grads(self) -> bool:
+        return any(record.place is GradPlace.HOST for record in self.grads)
+
     def running_dram_nbytes(self) -> int:
         """Host bytes of homes and gradients once every gradient has been down."""
         mapped_nbytes = sum(round_up(grad.nbytes, _GRAIN_NBYTES) for (_, dtype), grad in self._host_grads.items())
@@ -480,10 +687,18 @@ class UnitState:
         return sum(by_kind.values())
 
     # ------------------------------------------------------------------------------------------------- homes
-    def new_arena(self, nbytes: int, label: str) -> PinnedArena:
-        arena = PinnedArena(nbytes, pin=self._pin, label=label, poison=self._poison, place=self._place)
+    def new_arena(self, nbytes: int, label: str, block: HostBlock) -> PinnedArena:
+        arena = PinnedArena(
+            nbytes, pin=self._pin and not block.is_paged, label=label, poison=self._poison, place=self._place
+        )
+        self._keeper.grow(block, arena)
         self._arenas.append(arena)
         return arena
+
+    def _close_arena(self, arena: PinnedArena, block: HostBlock) -> None:
+        self._keeper.shrink(block, arena)
+        self._arenas.remove(arena)
+        arena.close()  # an update under way may still use it: the mapping lives as long as a tensor on it does
 
     def take_homes(self) -> None:
         for part in self.full_parts:
@@ -524,6 +739,7 @@ class UnitState:
             arena = self.new_arena(
                 round_up(wire.nbytes, _GRAIN_NBYTES) + round_up(low.nbytes, _GRAIN_NBYTES),
                 f"split masters of {self.name}",
+                self.param_block,
             )
             high_block, low_block = arena.take(wire.nbytes), arena.take(low.nbytes)
             wire.home_arena = low.home_arena = arena
@@ -538,8 +754,7 @@ class UnitState:
                 slot.host_param = None  # a view of the old home, which it would keep mapped
             full.home_flat = None
             if full.home_arena is not None:
-                self._arenas.remove(full.home_arena)
-                full.home_arena.close()
+                self._close_arena(full.home_arena, self.param_block)
                 full.home_arena = None
         self.wire_state = WireState.READY
         return wire
@@ -587,7 +802,9 @@ class UnitState:
                 and (s is slot or (s.param.requires_grad and s.castable == slot.castable))
             ]  # fmt: skip
             arena = self.new_arena(
-                sum(round_up(s.numel * dtype.itemsize, _GRAIN_NBYTES) for s in missing), f"gradients of {self.name}"
+                sum(round_up(s.numel * dtype.itemsize, _GRAIN_NBYTES) for s in missing),
+                f"gradients of {self.name}",
+                self.grad_block,
             )
             for s in missing:
                 flat = arena.take(s.numel * dtype.itemsize).tensor(dtype, (s.numel,))
@@ -608,8 +825,7 @@ class UnitState:
             del self._host_grads[key]
             arena = self._grad_arenas.pop(key)
             if arena not in self._grad_arenas.values():
-                self._arenas.remove(arena)
-                arena.close()
+                self._close_arena(arena, self.grad_block)
         wide = self._host_grads[slot.index, slot.dtype]
         flat = wide.as_strided((slot.numel,), (1,)).view(dtype)
         return flat.as_strided(slot.shape, slot.stride, wide.storage_offset() * slot.dtype.itemsize // dtype.itemsize)
@@ -622,12 +838,20 @@ class UnitState:
             return  # an accumulation window that began in full width
         for key in inside:
             del self._grad_arenas[key], self._host_grads[key]
-        self._arenas.remove(arena)
-        arena.close()  # an update under way may still read it: the mapping lives as long as a tensor on it does
+        self._close_arena(arena, self.grad_block)
 
     def dram_nbytes(self) -> int:
-        """Bytes of host memory mapped for the unit's homes and gradients (pages are touched as they are used)."""
-        return sum(arena.used_nbytes for arena in self._arenas)
+        """Bytes of host memory mapped for the unit's homes and gradients (pages are touched as they are used).
+
+        Of what is at home on flash, what is in DRAM now.
+        """
+        total_nbytes = 0
+        for block in self.blocks:
+            if block.is_paged:
+                total_nbytes += block.charged_nbytes
+            else:
+                total_nbytes += sum(segment.arena.used_nbytes for segment in block.segments)
+        return total_nbytes
 
     def close(self) -> None:
         """Give the host memory back once nothing refers to it."""
@@ -637,5 +861,8 @@ class UnitState:
         self.device_state.clear()
         for slot in self.slots:
             slot.split = None
-        for arena in self._arenas:
+        for arena in [*self._arenas, *self.state_block.allotted.values()]:
             arena.close()
+        for block in self.blocks:
+            block.tensors.clear()
+            block.entries.clear()

@@ -196,6 +196,11 @@ class ExtentStore:
         return {state.path: state.written_nbytes for state in self._paths}
 
     @property
+    def write_budget_left_nbytes(self) -> int | None:
+        """What may still be written in this run; None without a budget. A write that failed is counted as written."""
+        return None if self.write_budget_nbytes is None else self.write_budget_nbytes - self._promised_nbytes
+
+    @property
     def read_nbytes_by_path(self) -> dict[str, int]:
         return {state.path: state.read_nbytes for state in self._paths}
 
@@ -353,7 +358,10 @@ class ExtentStore:
         return offset
 
     def _grow_locked(self, state: _PathState, nbytes: int, name: str) -> None:
-        vfs = os.statvfs(state.directory.path)
+        try:
+            vfs = os.statvfs(state.directory.path)
+        except OSError:  # somebody removed the directory: our open file is whole all the same
+            vfs = os.fstatvfs(state.file.fileno())
         free_nbytes = vfs.f_bavail * vfs.f_frsize
         if free_nbytes < nbytes:
             raise CapacityError(

@@ -1,8 +1,10 @@
 """Floor 5. GPUDirect Storage through kvikio: shards between flash and device memory, past host memory.
 
-Optional (``pip install lightning-tieroffload[gds]``), and used only when the driver really does it. kvikio also has a
-compatibility mode that copies through host memory; that is not GDS, is never called so, and our own path through the
-pinned arena is better, so in that mode `gds_obstacle` says why not and nothing here is used.
+Optional (``pip install lightning-tieroffload[gds]``), and used only when the driver really does it. In three ways bytes
+go through host memory all the same: by kvikio's compatibility mode, by cuFile's own one (``allow_compat_mode`` of its
+cufile.json, on unless switched off), and by kvikio's shortcut for transfers below its ``gds_threshold``. None of them
+is GDS, none is called so, and our own path through the pinned arena is better: the first two are obstacles, and the
+threshold is 1 byte for as long as a mover lives.
 
 Bytes that go straight to the device are not seen by the CPU, so their checksum cannot be checked: a store with
 ``verify_reads`` on is refused.
@@ -10,6 +12,7 @@ Bytes that go straight to the device are not seen by the CPU, so their checksum 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -42,6 +45,11 @@ def gds_obstacle(*, driver_path: str = _DRIVER_PATH) -> str | None:
     try:
         if not driver.get("is_gds_available"):
             return "kvikio's driver says that GPUDirect Storage is not available"
+        if driver.get("allow_compat_mode"):
+            return (
+                "cuFile may go through host memory by its own compatibility mode, file by file and unsaid: set "
+                '"allow_compat_mode": false in its cufile.json'
+            )
         mode = defaults.get("compat_mode")
     except Exception as error:  # other versions of kvikio, or a driver that does not open: not there, whatever it says
         return f"kvikio cannot ask its driver ({type(error).__name__}: {error})"
@@ -61,6 +69,7 @@ class GdsMover:
 
     def __init__(self, scheduler: Scheduler, store: ExtentStore) -> None:
         self._files: dict[str, Any] = {}
+        self._settings = contextlib.ExitStack()
         obstacle = gds_obstacle()
         if obstacle is not None:
             raise UnsupportedError(f"GPUDirect Storage cannot be used: {obstacle}. The path through host memory can.")
@@ -75,6 +84,7 @@ class GdsMover:
         defaults = importlib.import_module("kvikio.defaults")
         off = getattr(getattr(kvikio, "CompatMode", None), "OFF", False)
         # With the mode off, opening fails where a file cannot do GDS, instead of going through host memory unsaid.
+        self._settings.enter_context(defaults.set({"gds_threshold": 1}))
         with defaults.set({"compat_mode": off}):
             for state_path, directory in zip(store.paths, store.directories, strict=True):
                 path = os.path.join(directory, "data-0")
@@ -106,12 +116,17 @@ class GdsMover:
         def write_piece(piece: Piece) -> None:
             version.write_piece_with(piece.index, lambda: self._move("pwrite", name, version.pieces[piece.index], flat))
 
-        ticket = self._submit("write", name, write_piece, priority, after, version.commit)
+        try:
+            ticket = self._submit("write", name, write_piece, priority, after, version.commit)
+        except BaseException as error:  # the scheduler refuses more: none of its pieces is under way any more
+            version.abort(error)
+            raise
         ticket.add_done_callback(lambda done: version.abort(done.error) if done.error is not None else None)
         return ticket
 
     def close(self) -> None:
-        """Close kvikio's files. Idempotent; no transfer may be under way."""
+        """Close kvikio's files and give it back its settings. Idempotent; no transfer may be under way."""
+        self._settings.close()
         while self._files:
             self._files.popitem()[1].close()
 
@@ -155,19 +170,24 @@ class GdsMover:
         after: Sequence[Ticket],
         finish: Callable[[], None] | None,
     ) -> TransferTicket[None]:
-        pieces = [
-            self._scheduler.submit(
-                f"{verb}{piece.path_index}",
-                functools.partial(work, piece),
-                label=f"{verb} {name} piece {piece.index} at {piece.extent.path} (GPUDirect Storage)",
-                priority=priority,
-                nbytes=piece.extent.nbytes,
-                after=after,
-                owner=name,
-                may_fail=True,
-            )
-            for piece in self._store.pieces_of(name)
-        ]
+        pieces: list[TransferTicket[None]] = []
+        try:
+            for piece in self._store.pieces_of(name):
+                pieces.append(
+                    self._scheduler.submit(
+                        f"{verb}{piece.path_index}",
+                        functools.partial(work, piece),
+                        label=f"{verb} {name} piece {piece.index} at {piece.extent.path} (GPUDirect Storage)",
+                        priority=priority,
+                        nbytes=piece.extent.nbytes,
+                        after=after,
+                        owner=name,
+                        may_fail=True,
+                    )
+                )
+        except BaseException:
+            self._scheduler.abandon(pieces)
+            raise
         return self._scheduler.when_all(
             pieces, label=f"{verb} {name} (GPUDirect Storage)", finish=finish, nbytes=self._store.nbytes_of(name)
         )

@@ -7,19 +7,22 @@ shard. Does not choose what moves when.
 the reads and the write before it, whoever asks: a missing dependency in a caller must not become torn bytes.
 
 [Note: commit] A write becomes the shard's current version when all its pieces are on flash and no earlier. If one
-failed, it is given up when all have ended: until then they still use the extents.
+failed, those that have not started are cancelled, and it is given up when all have ended: until then they still use the
+extents. The error itself is news at once, unless somebody may serve it otherwise: a slow disk must not hold back what
+another one says.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from lightning_tieroffload.concepts import Ticket
 from lightning_tieroffload.errors import TierIOError
-from lightning_tieroffload.io.extent_store import ExtentStore, Piece, ReadVersion, WriteVersion
+from lightning_tieroffload.io.extent_store import ExtentStore, ReadVersion, WriteVersion
 from lightning_tieroffload.io.scheduler import LaneExecutor, LaneSpec, Scheduler, TransferTicket, WorkCancelledError
 
 __all__ = ["NvmeMover"]
@@ -30,25 +33,35 @@ V = TypeVar("V", ReadVersion, WriteVersion)
 _FILES_LANE = "files"
 
 
-class _Lazy(Generic[V]):
-    """A version that is opened when the first of its pieces runs, after all that was ordered before."""
+class _Pieces(Generic[V]):
+    """The pieces of one transfer. Its version is opened when the first of them runs, after all that came before it."""
 
-    def __init__(self, begin: Callable[[], V]) -> None:
+    def __init__(self, scheduler: Scheduler, name: str, begin: Callable[[], V]) -> None:
+        self._scheduler = scheduler
+        self.name = name
         self._begin: Callable[[], V] = begin
         self._lock = threading.Lock()
         self._version: V | None = None
-        self._error: BaseException | None = None
+        self.tickets: list[TransferTicket[None]] = []
+        self.failure: BaseException | None = None
 
-    def get(self) -> V:
+    def run(self, move: str, index: int, part: memoryview) -> None:
+        """Work of one piece. The first that fails spares the others the disk, since all has failed. [Note: commit]"""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            getattr(self.open(), move)(index, part)
+        except BaseException as error:
+            if self.failure is None:
+                self.failure = error
+            for ticket in list(self.tickets):
+                self._scheduler.cancel(ticket)
+            raise
+
+    def open(self) -> V:
         with self._lock:
-            if self._error is not None:
-                raise self._error
             if self._version is None:
-                try:
-                    self._version = self._begin()
-                except BaseException as error:
-                    self._error = error
-                    raise
+                self._version = self._begin()
             return self._version
 
     def opened(self) -> V | None:
@@ -130,9 +143,10 @@ class NvmeMover:
         warning per shard; without it the ticket fails, with ``ChecksumError`` or another ``TierIOError``.
         """
         memory = self._checked(name, memory)
-        version = _Lazy(lambda: self._store.begin_read(name))
+        pieces = _Pieces(self._scheduler, name, lambda: self._store.begin_read(name))
 
         def serve_elsewhere(error: BaseException) -> None:
+            error = pieces.failure or error
             if otherwise is None or isinstance(error, WorkCancelledError):
                 raise error
             otherwise()
@@ -143,11 +157,12 @@ class NvmeMover:
         with self._order_lock:
             order = self._order.setdefault(name, _Order())
             before = self._barrier(name, [order.write])
-            pieces = self._submit_all("read", memory, version, name, priority, urgent, (*after, *before))
+            at_once = not may_fail and otherwise is None
+            self._submit_all("read", pieces, memory, priority, urgent, (*after, *before), may_fail=not at_once)
             ticket: TransferTicket[None] = self._scheduler.when_all(
-                pieces,
+                pieces.tickets,
                 label=f"read {name}",
-                finish=lambda: None if pieces else (version.get(), None)[1],
+                finish=lambda: None if pieces.tickets else (pieces.open(), None)[1],
                 otherwise=serve_elsewhere,
                 nbytes=len(memory),
                 may_fail=may_fail,
@@ -168,28 +183,26 @@ class NvmeMover:
     ) -> TransferTicket[None]:
         """Write ``memory`` (exactly the shard's bytes) to flash and make it the current version."""
         memory = self._checked(name, memory)
-        version = _Lazy(lambda: self._store.begin_write(name))
+        pieces = _Pieces(self._scheduler, name, lambda: self._store.begin_write(name))
         with self._order_lock:
             order = self._order.setdefault(name, _Order())
             before = self._barrier(name, [order.write, *order.reads])
 
             def give_up(error: BaseException) -> None:
-                opened = version.opened()
+                error = pieces.failure or error
+                opened = pieces.opened()
                 if opened is not None:
                     opened.abort(error)
                 raise error
 
             try:
-                pieces = self._submit_all("write", memory, version, name, priority, urgent, (*after, *before))
+                self._submit_all("write", pieces, memory, priority, urgent, (*after, *before), may_fail)
             except BaseException as error:
-                opened = version.opened()
-                if opened is not None:
-                    opened.abort(error)
-                raise
+                give_up(error)
             ticket: TransferTicket[None] = self._scheduler.when_all(
-                pieces,
+                pieces.tickets,
                 label=f"write {name}",
-                finish=lambda: version.get().commit(),
+                finish=lambda: pieces.open().commit(),
                 otherwise=give_up,
                 nbytes=len(memory),
                 may_fail=may_fail,
@@ -234,45 +247,31 @@ class NvmeMover:
 
     def _submit_all(
         self,
-        verb: str,
+        verb: Literal["read", "write"],
+        pieces: _Pieces[Any],
         memory: memoryview,
-        version: _Lazy[Any],
-        name: str,
         priority: int,
         urgent: bool,
         after: tuple[Ticket, ...],
-    ) -> list[TransferTicket[None]]:
-        """The tickets of every piece; or none is under way when it raises, so that the memory is the caller's again."""
-        pieces: list[TransferTicket[None]] = []
+        may_fail: bool,
+    ) -> None:
+        """Submit every piece; or none is under way when it raises, so that the memory is the caller's again."""
         try:
-            for piece in self._store.pieces_of(name):
-                pieces.append(self._submit(verb, piece, memory, version, name, priority, urgent, after))
+            for piece in self._store.pieces_of(pieces.name):
+                part = memory[piece.start_nbytes : piece.start_nbytes + piece.extent.nbytes]
+                pieces.tickets.append(
+                    self._scheduler.submit(
+                        f"{verb}{piece.path_index}",
+                        functools.partial(pieces.run, f"{verb}_piece", piece.index, part),
+                        label=f"{verb} {pieces.name} piece {piece.index} at {piece.extent.path}",
+                        priority=priority,
+                        nbytes=piece.extent.nbytes,
+                        urgent=urgent,
+                        after=after,
+                        owner=pieces.name,
+                        may_fail=may_fail,
+                    )
+                )
         except BaseException:  # the scheduler refuses more, since something else has failed meanwhile
-            self._scheduler.abandon(pieces)
+            self._scheduler.abandon(pieces.tickets)
             raise
-        return pieces
-
-    def _submit(
-        self,
-        verb: str,
-        piece: Piece,
-        memory: memoryview,
-        version: _Lazy[Any],
-        name: str,
-        priority: int,
-        urgent: bool,
-        after: tuple[Ticket, ...],
-    ) -> TransferTicket[None]:
-        part = memory[piece.start_nbytes : piece.start_nbytes + piece.extent.nbytes]
-        move = "read_piece" if verb == "read" else "write_piece"
-        return self._scheduler.submit(
-            f"{verb}{piece.path_index}",
-            lambda: getattr(version.get(), move)(piece.index, part),
-            label=f"{verb} {name} piece {piece.index} at {piece.extent.path}",
-            priority=priority,
-            nbytes=piece.extent.nbytes,
-            urgent=urgent,
-            after=after,
-            owner=name,
-            may_fail=True,  # `when_all` reports it, or serves it from another copy
-        )

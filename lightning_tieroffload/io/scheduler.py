@@ -104,6 +104,7 @@ class _Core:
         self.pending_error: BaseException | None = None
         self._pending_traceback: TracebackType | None = None
         self.error_was_raised = False
+        self._cleared: weakref.ref[BaseException] | None = None
         self._error_lock = threading.Lock()
         self._lock = threading.Lock()
         self._unfinished: set[TransferTicket[Any]] = set()  # without those that are still in an inbox
@@ -608,7 +609,8 @@ class _Core:
 
     def record_error(self, error: BaseException) -> None:
         with self._error_lock:
-            if self.pending_error is not None:
+            # A piece's error is its transfer's too, once all pieces have ended: cleared meanwhile, it is no news.
+            if self.pending_error is not None or (self._cleared is not None and self._cleared() is error):
                 return
             self._pending_traceback = error.__traceback__
             self.error_was_raised = False
@@ -627,6 +629,8 @@ class _Core:
     def clear_pending_error(self) -> BaseException | None:
         with self._error_lock:
             error, self.pending_error, self._pending_traceback = self.pending_error, None, None
+            # Weakly, since an error holds frames and these hold memory. Errors that Python makes itself cannot be.
+            self._cleared = weakref.ref(error) if isinstance(error, TierOffloadError) else None
         return error
 
     def _loop_died(self, cause: BaseException) -> None:

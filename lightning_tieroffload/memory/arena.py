@@ -8,6 +8,10 @@ tensor, array and memoryview that was handed out. It is unregistered and unmappe
 `close()` never pulls memory from under a live view. A forked child has no pages there (MADV_DONTFORK) and may have
 mapped something else at that address since, so the clean-up is bound to the process that made the mapping.
 
+[Note: pages come and go] Memory whose home is flash keeps its address for life; only its pages come and go. So nothing
+that refers to it (tensors, arrays of kernels, state that a class keeps) is ever made anew. While the pages are away the
+range may not be touched at all: a read that nobody ordered is a crash that names its line, never a wrong number.
+
 [Note: free from a finaliser] Blocks are freed by weakref callbacks too (an autograd graph dies during a collection that
 a thread inside `take` triggered). So `free` never blocks: it appends to a deque, and whoever holds the lock merges.
 """
@@ -51,6 +55,8 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_PROT_NONE = 0
 
 
 def _cudart() -> Any:
@@ -81,11 +87,11 @@ def _memlock_limit() -> str:
     return "unlimited" if soft_nbytes == resource.RLIM_INFINITY else format_nbytes(soft_nbytes)
 
 
-def _unmap(address: int, nbytes: int, owner_pid: int, registered_with: Any) -> None:
+def _unmap(address: int, nbytes: int, owner_pid: int, registration: list[Any]) -> None:
     if os.getpid() != owner_pid:  # [Note: who keeps the mapping alive]
         return
-    if registered_with is not None:
-        registered_with.cudaHostUnregister(address)
+    if registration[0] is not None:
+        registration[0].cudaHostUnregister(address)
     _libc.munmap(address, nbytes)
 
 
@@ -232,7 +238,8 @@ class PinnedArena:
             _libc.munmap(address, self.nbytes)
             raise
         self.pinned = registered_with is not None
-        finalizer = weakref.finalize(memory, _unmap, address, self.nbytes, self._pid, registered_with)
+        self._registration = [registered_with]
+        finalizer = weakref.finalize(memory, _unmap, address, self.nbytes, self._pid, self._registration)
         finalizer.atexit = False  # the system does it, and a thread may still be copying
         self._is_mapped: Callable[[], bool] = lambda: finalizer.alive
         self._memory: memoryview | None = memoryview(memory).cast("B")
@@ -330,6 +337,46 @@ class PinnedArena:
         if self._poison:
             ctypes.memset(block.address, _POISON_BYTE, capacity_nbytes)
         return block
+
+    # ------------------------------------------------------------------------------------------------- pages
+    def memory(self) -> memoryview:
+        """Every byte of the mapping, whoever owns its blocks: for transfers of the whole."""
+        self._check_usable()
+        assert self._memory is not None
+        return self._memory
+
+    def give_pages_back(self) -> None:
+        """Let the system have the pages; addresses and views stay. See [Note: pages come and go].
+
+        With ``poison`` the pages stay and are filled with NaN instead, so that a test sees who reads them.
+        """
+        memory = self._memory  # holding it keeps the bytes mapped meanwhile
+        if memory is None or os.getpid() != self._pid:
+            return
+        if self.pinned:
+            raise ResidencyError(f"{self.label} is page-locked: its pages cannot be given back. Call unpin() first.")
+        if self._poison:
+            ctypes.memset(self.address, _POISON_BYTE, self.nbytes)
+            return
+        _libc.madvise(self.address, self.nbytes, mmap.MADV_DONTNEED)
+        _libc.mprotect(self.address, self.nbytes, _PROT_NONE)
+
+    def take_pages(self) -> None:
+        """The pages may be touched again; their content is undefined until it is written."""
+        if self._memory is None or self._poison:
+            return
+        if _libc.mprotect(self.address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            raise CapacityError(f"{self.label}: the system refused {format_nbytes(self.nbytes)} of memory ({reason}).")
+
+    def unpin(self) -> None:
+        """Undo the page-locking. No copy of the device may be using the memory."""
+        if self.pinned:
+            cudart = _cudart()
+            if cudart is not None:
+                cudart.cudaHostUnregister(self.address)
+            self._registration[0] = None
+            self.pinned = False
 
     def close(self) -> None:
         """Take no more blocks; unregister and unmap once the last view is gone (now, if there is none). Idempotent."""
