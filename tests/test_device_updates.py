@@ -13,6 +13,7 @@ from exactness import SLOW, Recording, Variant, assert_exact, attach, delay_seed
 from fakes import Block, batches
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
@@ -343,3 +344,40 @@ def test_budget_is_kept_and_settings_that_exclude_each_other_are_refused() -> No
         OffloadEngine.attach(
             Net(), TierOffloadConfig(update_on="device", optimizer_kernel="torch"), torch.device("cpu")
         )
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_the_models_own_checkpoints_save_between_units_is_offloaded(use_reentrant: bool) -> None:
+    """Of a checkpointed model that is nearly all that autograd saves; no window of a unit is open around it."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(32, 32) for _ in range(4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 1.5
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=use_reentrant)
+            return x
+
+    def make() -> tuple[nn.Module, Any]:
+        model = Checkpointed()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    held: list[int] = []
+
+    def train(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(3, 8, 32):
+            loss = model(x.requires_grad_()).square().mean()
+            if look.engine is not None:
+                held.append(look.engine.core.activations.leased_nbytes)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    plain = run(make, train, None, num_expected=3)
+    ours = run(make, train, Variant(SLOW, prefetch=2, seed=1), num_expected=3, activations="offload")
+    assert_exact(plain, ours)
+    assert min(held) >= 4 * 8 * 32 * 4, "the input of each checkpoint"

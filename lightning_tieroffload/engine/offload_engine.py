@@ -496,6 +496,8 @@ class OffloadEngine:
             for unit, spec in zip(self.units, self._specs, strict=True):
                 if not unit.is_compiled and spec.root is first:
                     needs.setdefault(id(module), (module, []))[1].append(unit)
+        if self.config.activations == "offload":  # also what the model's own checkpoints save between its units
+            needs.setdefault(id(model), (model, []))
         for key, (module, units) in needs.items():
             if key not in inside_compiled:
                 self._hooks.add(module, tuple(units))
