@@ -94,9 +94,10 @@ class _Core:
         self.gradients = Gradients(self.space, self.wire)
         self.place = _placer(device)
         self.state_estimate_nbytes = 0  # of every adopted optimizer whose class is known
-        self.state_nbytes_of: dict[UnitState, int] = {}  # of it, what may lie on flash
+        # Of it, what may lie on flash.
+        self.state_nbytes_of: weakref.WeakKeyDictionary[UnitState, int] = weakref.WeakKeyDictionary()
         self.fixed_state_nbytes = 0  # and what may not
-        self.whole_units: set[UnitState] = set()  # that an optimizer steps over all at once
+        self.whole_units: weakref.WeakSet[UnitState] = weakref.WeakSet()  # that an optimizer steps over all at once
         # Whose state is counted, by optimizer.
         self.known_states: weakref.WeakKeyDictionary[Optimizer, set[ParamSlot]] = weakref.WeakKeyDictionary()
         self.activation_nbytes = 0  # what activations may map where there is flash
@@ -120,6 +121,7 @@ class _Core:
         self.scheduler = Scheduler(lanes, timeout_s=config.io_timeout_s, debug_seed=delays)
         if self.store is not None:
             self.space.host.open_flash(self.scheduler, self.store, NvmeMover(self.scheduler, self.store))
+        self.space.is_worker = self.scheduler.owns_this_thread
         self.updates = Updates(
             self.space,
             self.gradients,
@@ -131,7 +133,6 @@ class _Core:
         )
         self.updates.before_step = self._before_step
         self.engines: list[weakref.ref[OffloadEngine]] = []
-        self.num_open = 0
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Groups may have been added, or parameters attached, since the optimizer was adopted."""
@@ -156,6 +157,10 @@ class _Core:
         if self.space.no_overlap:
             ticket.wait()
         return ticket
+
+    @property
+    def num_open(self) -> int:
+        return sum(1 for ref in self.engines if ref() is not None)
 
     def _dram_headroom_nbytes(self) -> int:
         """What activations may still map: the budget less what homes, gradients and optimizer state hold or will."""
@@ -367,9 +372,8 @@ class OffloadEngine:
     def _take(self, model: nn.Module) -> None:
         units = find_units(model, self.config.units)
         self._check_budgets(model, units.units)
-        torch_patches.install()
-        self.core.num_open += 1
         self.core.engines.append(weakref.ref(self))
+        torch_patches.install(self)
         wrapper_of = {id(m._orig_mod): m for m in model.modules() if type(m).__name__ == "OptimizedModule"}
         choices = self.core.assign([_spec_need(spec, self.device) for spec in units.units])
         for spec, choice in zip(units.units, choices, strict=True):
@@ -415,6 +419,9 @@ class OffloadEngine:
         activation = _FIRST_ACTIVATION[self.config.activations]
         if spec.root is not None or activation is ActivationChoice.OFFLOAD_DRAM:
             unit.choice = dataclasses.replace(unit.choice, activation=activation)
+        # First: what an exception leaves half taken is given back by `close`.
+        self.units.append(unit)
+        self._specs.append(spec)
         host = self.space.host
         with self.space.lock:
             host.add(unit)
@@ -430,8 +437,6 @@ class OffloadEngine:
             slot.owner = self
             slot.param.__dict__["_tieroffload_slot"] = slot
         self.space.add(unit)
-        self.units.append(unit)
-        self._specs.append(spec)
         for slot in unit.slots:
             grad = raw_grad(slot.param)
             if grad is not None:
@@ -565,7 +570,7 @@ class OffloadEngine:
             return
         is_paged = self.updates.runs_per_unit(optimizer)
         core = self.core
-        before = dict(core.state_nbytes_of), core.fixed_state_nbytes, set(core.whole_units)
+        before = core.state_nbytes_of.copy(), core.fixed_state_nbytes, core.whole_units.copy()
         with self.space.lock:
             for unit, nbytes_of in by_unit.items():
                 core.fixed_state_nbytes += _SCALARS_NBYTES * len(nbytes_of)
@@ -784,9 +789,9 @@ class OffloadEngine:
             error = self._quiesce()
             self.gradients.drop_born()
             for unit in list(self.units):
-                error = self._bring_home(unit, error)
+                if unit in self.space.units:  # else it was not even taken as a whole
+                    error = self._bring_home(unit, error)
                 self._release_unit(unit)
-        self.closed = True  # only now: after Ctrl-C in the middle of this, a second call does the rest
         for ref in self._optimizers:
             optimizer = ref()
             if optimizer is not None:
@@ -796,15 +801,14 @@ class OffloadEngine:
             if module is not None and module._buffers.get(name) is not None:
                 module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
         self._moved_buffers.clear()
-        if self in [ref() for ref in self.core.engines]:
-            self.core.engines = [ref for ref in self.core.engines if ref() not in (None, self)]
-            self.core.num_open -= 1
-            torch_patches.uninstall()
-            if self.core.num_open == 0:
-                try:
-                    self.core.close()
-                except BaseException as failure:
-                    error = error or failure
+        torch_patches.uninstall(self)
+        if all(ref() in (None, self) for ref in self.core.engines):
+            try:
+                self.core.close()
+            except BaseException as failure:
+                error = error or failure
+        self.core.engines = [ref for ref in self.core.engines if ref() not in (None, self)]
+        self.closed = True  # only now: after Ctrl-C in the middle of this, a second call does the rest
         if error is not None:
             raise error
 
@@ -840,6 +844,8 @@ class OffloadEngine:
             self.space.leave_to_aliases(part)  # tensors that the user holds outlive the engine
         for slot in unit.slots:
             p = slot.param
+            if getattr(slot, "part", None) is None:
+                continue  # not taken yet
             record = unit.grads[slot.index]
             grad = raw_grad(p)
             if record.place is GradPlace.HOST and not host.is_lost(unit.grad_block):

@@ -26,7 +26,8 @@ __all__ = ["install", "uninstall", "when_autocast_ends"]
 
 _lock = threading.Lock()
 _originals: dict[tuple[Any, str], Any] = {}
-_num_users = [0]
+_wrappers: dict[tuple[Any, str], Any] = {}
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _gradients(slot: ParamSlot) -> Gradients:
@@ -273,28 +274,27 @@ def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callab
     yield torch, "clear_autocast_cache", _wrap_clear_cache
 
 
-def install() -> None:
-    """Count one more engine; the first one wraps."""
+def install(user: object) -> None:
+    """Wrap on behalf of one more engine. Whole after a second call, should Ctrl-C have cut off the first."""
     with _lock:
-        _num_users[0] += 1
-        if _num_users[0] > 1:
-            return
+        _users.add(user)
         for owner, name, wrap in _targets():
             original = getattr(owner, name, None)
-            if original is None:
+            if original is None or original is _wrappers.get((owner, name)):
                 continue
             _originals[owner, name] = original
             if wrap is not None:
-                setattr(owner, name, wrap(original))
+                wrapper = _wrappers[owner, name] = wrap(original)
+                setattr(owner, name, wrapper)
 
 
-def uninstall() -> None:
-    """Count one engine less; the last one puts torch's functions back."""
+def uninstall(user: object) -> None:
+    """One engine less; the last one puts torch's functions back."""
     with _lock:
-        _num_users[0] -= 1
-        if _num_users[0] > 0:
+        _users.discard(user)
+        if len(_users) > 0:
             return
-        for owner, name, wrap in _targets():
-            original = _originals.get((owner, name))
-            if original is not None and wrap is not None:
-                setattr(owner, name, original)
+        for (owner, name), wrapper in list(_wrappers.items()):
+            if getattr(owner, name, None) is wrapper:
+                setattr(owner, name, _originals[owner, name])
+            del _wrappers[owner, name]

@@ -296,7 +296,7 @@ class Part:
         self.home_flat: torch.Tensor | None = None  # None where the homes are split, or cast at each upload
         # residency; under the residency lock
         self.is_resident = False
-        self.charged_nbytes = 0  # of the device budget; 0 while tensors that the user holds keep it here
+        self.charge = [0]  # what is charged to the device budget, for who takes the part's death down
         self.is_handed_out = False
         self.num_leases = 0
         self.versions = [0] * len(slots)  # p._version when last known to be what the newest copy says
@@ -305,6 +305,15 @@ class Part:
         # The last upload, landed or not: landing orders compute behind it, and the host runs ahead of both. So who
         # writes the home on the host waits for it. See [Note: happens-before] in streams.py.
         self.home_read: CopyTicket = LANDED
+
+    @property
+    def charged_nbytes(self) -> int:
+        """Bytes of the device budget; 0 while tensors that the user holds keep the part here."""
+        return self.charge[0]
+
+    @charged_nbytes.setter
+    def charged_nbytes(self, nbytes: int) -> None:
+        self.charge[0] = nbytes
 
     def _new_storage(self) -> None:
         with torch._C._InferenceMode(False):
