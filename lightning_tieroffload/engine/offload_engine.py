@@ -46,7 +46,7 @@ from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import CAUTIOUS, GradPlace, UnitState
 from lightning_tieroffload.engine.units import UnitSpec, find_units
 from lightning_tieroffload.engine.wire import Wire
-from lightning_tieroffload.errors import InfeasiblePlanError, UnsupportedError
+from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.io.extent_store import ExtentStore
 from lightning_tieroffload.io.nvme_mover import NvmeMover
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
@@ -324,9 +324,11 @@ class OffloadEngine:
     def attach(cls, model: nn.Module, config: TierOffloadConfig, device: torch.device | None = None) -> OffloadEngine:
         """Take a model's parameters into their homes. The module and its Parameters keep their identity.
 
-        Attaching a model again gives its engine. Parts that another engine manages stay with it, stored once.
+        Attaching a model again gives its engine; what is asked for then must be what is in force. Parts that another
+        engine manages stay with it, stored once.
 
         Raises:
+            ConfigError: the model is attached already, with other settings.
             InfeasiblePlanError: a budget cannot work; it names the unit, the numbers and the least budget that would.
             UnsupportedError: the whole model was compiled, or its parameters are spread over several devices.
         """
@@ -334,9 +336,9 @@ class OffloadEngine:
         unmanaged = [p for p in model.parameters() if managed_slot(p) is None and p.numel() > 0]
         for engine in existing:
             if engine._model() is model:  # type: ignore[attr-defined]
-                return engine  # type: ignore[return-value]
+                return engine._as_asked_for(config, device)  # type: ignore[attr-defined,no-any-return]
         if existing and not any(type(p) is nn.Parameter for p in unmanaged):
-            return next(iter(existing))  # type: ignore[return-value]
+            return next(iter(existing))._as_asked_for(config, device)  # type: ignore[attr-defined,no-any-return]
         if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
             raise UnsupportedError(
                 "The whole model is compiled (torch.compile(model)), so its parameters cannot be moved while it runs. "
@@ -357,6 +359,21 @@ class OffloadEngine:
                     core.close()  # nobody else will
                 raise
         return engine
+
+    def _as_asked_for(self, config: TierOffloadConfig, device: torch.device | None) -> OffloadEngine:
+        """This engine, for who attaches its model again. Settings that nobody chose this time may differ."""
+        asked = {key: (value, getattr(self.config, key)) for key, value in config.chosen().items()}
+        if device is not None:
+            asked["device"] = _compute_device(device), self.device
+        other = {key: pair for key, pair in asked.items() if pair[0] != pair[1]}
+        if other:
+            in_force = ", ".join(f"{key}={now!r}" for key, (_, now) in other.items())
+            wanted = ", ".join(f"{key}={new!r}" for key, (new, _) in other.items())
+            raise ConfigError(
+                f"The model is offloaded already, with {in_force}, and this call asks for {wanted}. Settings stay as "
+                "they are while an engine lives: call engine_of(model).close() before, or leave them out to keep it."
+            )
+        return self
 
     @staticmethod
     def _core_for(config: TierOffloadConfig, device: torch.device, adopted_nbytes: int) -> _Core:
@@ -863,6 +880,7 @@ class OffloadEngine:
             p.__class__ = nn.Parameter
             p.__dict__.pop("_tieroffload_slot", None)
             set_raw_data(p, values)
+            slot.left_in = values.untyped_storage()._cdata
             if grad is not None:
                 p.grad = grad.to(values.device)
         self.space.remove(unit)

@@ -482,6 +482,7 @@ class UnitState:
         self.num_windows = 0
         self.window_threads: dict[int, int] = {}  # thread to how many of the open windows are its own
         self.open_parts: list[Part] | None = None  # what the outermost open window leased
+        self.is_closed = False  # the parameters are ordinary again
         self.update: Any = None  # ticket of the update that writes the home next, or None
         # gradients
         self.grads = [GradRecord() for _ in self.slots]
@@ -727,6 +728,7 @@ class UnitState:
 
     def close(self) -> None:
         """Give the host memory back once nothing refers to it."""
+        self.is_closed = True
         self._host_grads.clear()
         self._grad_arenas.clear()
         self._states.clear()
