@@ -46,7 +46,13 @@ from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import CAUTIOUS, GradPlace, UnitState
 from lightning_tieroffload.engine.units import UnitSpec, find_units
 from lightning_tieroffload.engine.wire import Wire
-from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
+from lightning_tieroffload.errors import (
+    ConfigError,
+    InfeasiblePlanError,
+    TierOffloadError,
+    TransferTimeoutError,
+    UnsupportedError,
+)
 from lightning_tieroffload.io.extent_store import ExtentStore
 from lightning_tieroffload.io.nvme_mover import NvmeMover
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
@@ -804,6 +810,13 @@ class OffloadEngine:
         self._grad_handles.clear()
         with self.space.lock:
             error = self._quiesce()
+            if isinstance(error, TransferTimeoutError) and self.core.num_open == 1:
+                # A disk that does not answer would be waited for again by every unit. What is queued is cancelled, and
+                # what is under way, now or when it comes to it, counts as lost.
+                self.space.host.is_stuck = True
+                with contextlib.suppress(TierOffloadError):
+                    self.core.scheduler.close(0.0)
+                self.core.scheduler.clear_pending_error()
             self.gradients.drop_born()
             for unit in list(self.units):
                 if unit in self.space.units:  # else it was not even taken as a whole
@@ -847,7 +860,7 @@ class OffloadEngine:
                 error = error or failure
                 # What is lost of one must not keep the others from it.
                 with contextlib.suppress(BaseException):
-                    self.core.scheduler.drain()
+                    self.core.scheduler.drain(0.0 if self.space.host.is_stuck else None)
                 self.core.scheduler.clear_pending_error()
                 self.space.host.reset()
         return error
