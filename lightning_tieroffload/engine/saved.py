@@ -86,9 +86,12 @@ def _version(p: torch.Tensor) -> int:
         return p._version
 
 
-def _check_version(name: str, tensor: torch.Tensor, saved: int, current: int) -> None:
+_HINT = " allow_mutation_on_saved_tensors does not reach the parameters of an offloaded model."
+
+
+def _check_version(name: str, tensor: torch.Tensor, saved: int, current: int, hint: str = "") -> None:
     if saved != current:
-        raise version_error(name, tensor.shape, saved, current)
+        raise version_error(name, tensor.shape, saved, current, hint)
 
 
 class SavedHooks:
@@ -133,7 +136,7 @@ class SavedHooks:
                 is_closed = packed.part.unit.is_closed
                 if not is_closed:
                     self._on_unpack(packed.part)
-                _check_version(packed.slot.name, packed.slot.param, packed.version, _version(packed.slot.param))
+                _check_version(packed.slot.name, packed.slot.param, packed.version, _version(packed.slot.param), _HINT)
                 return packed.make_after_close() if is_closed else packed.make()
         if type(packed) is Offloaded and self._activations is not None:
             return self._activations.unpack(packed)
