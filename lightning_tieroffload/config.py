@@ -347,7 +347,7 @@ class TierOffloadConfig:
 
     def merged_over(self, base: TierOffloadConfig) -> TierOffloadConfig:
         """What was chosen here, and from `base` what was not."""
-        return TierOffloadConfig(**{**base._chosen_settings(), **self._chosen_settings()})
+        return TierOffloadConfig(**{**base.chosen(), **self.chosen()})
 
     def replaced(self, **kw: Any) -> TierOffloadConfig:
         """A copy with these settings changed."""
@@ -359,9 +359,10 @@ class TierOffloadConfig:
 
     def to_json(self) -> str:
         """The chosen settings as JSON, for `TIEROFFLOAD_CONFIG`: a child process must still see what was not chosen."""
-        return json.dumps({key: _as_json(value) for key, value in self._chosen_settings().items()}, sort_keys=True)
+        return json.dumps({key: _as_json(value) for key, value in self.chosen().items()}, sort_keys=True)
 
-    def _chosen_settings(self) -> dict[str, Any]:
+    def chosen(self) -> dict[str, Any]:
+        """The settings that somebody chose, as they were understood."""
         return {key: getattr(self, key) for key in _READERS if key in self._chosen}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import FULL, POISON, Variant, attach, check, run
+from exactness import FULL, POISON, Variant, attach, check, run, same_bits
 from fakes import Stack, batches
 
 from lightning_tieroffload.errors import UnsupportedError
@@ -141,3 +141,100 @@ def test_attributes_of_parameters_travel_as_in_torch() -> None:
         look(factors=[p.factor for p in loaded.parameters()], values=list(loaded.parameters()))
 
     check(build, loop)
+
+
+@pytest.mark.parametrize("way", ["kept beside", "in its place", "frozen", "read inside forward"])
+def test_new_parameter_over_an_offloaded_one(way: str) -> None:
+    """``nn.Parameter(p)`` is one over p's memory and follows its steps, as in plain."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        name = next(n for n, p in model.named_parameters() if p.dim() == 2)
+        owner, attribute = model.get_submodule(name.rsplit(".", 1)[0]), name.rsplit(".", 1)[1]
+        made: list[torch.nn.Parameter] = []
+
+        def inside(*_: Any) -> None:
+            if way == "read inside forward":
+                made[:] = [torch.nn.Parameter(getattr(owner, attribute))]
+
+        owner.register_forward_pre_hook(inside)
+        for step, x in enumerate(batches(4, 4, 24)):
+            loss = train(model, optimizer, x)
+            if step == 1 and way != "read inside forward":
+                made.append(torch.nn.Parameter(getattr(owner, attribute), requires_grad=way != "frozen"))
+            if step == 1 and way == "in its place":
+                setattr(owner, attribute, made[0])
+                optimizer.add_param_group({"params": made, "lr": 1e-3})
+            values = [p.detach().clone() for p in made]
+            assert [type(p) for p in made] == [torch.nn.Parameter] * len(made)
+            look(loss=loss, made=values, flags=[p.requires_grad for p in made])
+
+    if way == "in its place":  # the old parameter is the optimizer's and no module's any more
+        plain = run(build, loop_without_state(loop), seed=1)
+        for variant in FULL:
+            ours = run(build, loop_without_state(loop), variant, num_expected=4, seed=1)
+            for a, b in zip(plain.looks, ours.looks, strict=True):
+                assert all(same_bits(a[key], b[key]) for key in a if key.startswith("log/"))
+    else:
+        check(build, loop, FULL)
+
+
+def loop_without_state(loop: Any) -> Any:
+    """For what the optimizer's own ``state_dict`` cannot tell, plain or not: only what the loop itself looks at."""
+
+    def inner(model: Any, optimizer: Any, look: Any) -> None:
+        look.optimizers = None
+        loop(model, optimizer, look)
+
+    return inner
+
+
+@pytest.mark.parametrize("way", ["by hand", "two of ours", "load_state_dict", "to another dtype"])
+def test_swapped_tensors_are_refused_before_any_damage(way: str) -> None:
+    """``swap_tensors`` would take class and memory from under the engine. One error, and training goes on exactly."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        first, *_, last = (p for p in model.parameters() if p.dim() == 2)
+        is_ours = hasattr(first, "_tieroffload_slot")
+        for step, x in enumerate(batches(4, 4, 24)):
+            if step == 2 and is_ours:
+                state = {key: value.clone() for key, value in model.state_dict().items()}
+                torch.__future__.set_swap_module_params_on_conversion(True)
+                try:
+                    with pytest.raises(RuntimeError) as caught:  # noqa: PT012
+                        if way == "by hand":
+                            torch.utils.swap_tensors(torch.nn.Parameter(torch.zeros_like(first)), first)
+                        elif way == "two of ours":
+                            torch.utils.swap_tensors(first, last)
+                        elif way == "load_state_dict":
+                            model.load_state_dict(state)
+                        else:
+                            model.double()
+                finally:
+                    torch.__future__.set_swap_module_params_on_conversion(False)
+                error = caught.value.__cause__ or caught.value
+                assert "is offloaded" in str(error)
+                assert "swap_tensors" in str(error)
+            look(loss=train(model, optimizer, x))
+
+    check(build, loop, FULL)
+
+
+def test_mutation_of_saved_parameters_is_refused_by_name() -> None:
+    """Under ``allow_mutation_on_saved_tensors`` training is exact; a weight written in between is one clear error."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            for x in batches(4, 4, 24):
+                look(loss=train(model, optimizer, x))
+
+    check(build, loop, FULL)
+    model, optimizer = build()
+    engine = attach(model, optimizer, Variant(POISON))
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        loss = loss_of(model, next(iter(batches(4, 4, 24))))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        with pytest.raises(RuntimeError, match="allow_mutation_on_saved_tensors does not reach"):
+            loss.backward()
+    engine.close()

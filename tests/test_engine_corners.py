@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from loopkit import mlp
 from torch import nn
 
 from lightning_tieroffload import engine_of, offload
@@ -399,3 +402,39 @@ def test_one_optimizer_over_two_budgets_is_refused(adopted_first: bool) -> None:
     else:
         with pytest.raises(UnsupportedError, match="2 engines with different settings"):
             offload(value, optimizer, **other)
+
+
+def test_dropped_model_is_gone_though_another_shares_its_budget() -> None:
+    """A model dropped without close() leaves memory and books, while another engine with its settings goes on."""
+    settings = {"device": "cpu", "device_budget": 60_000, "dram_budget": "1GiB", "optimizer_kernel": "torch"}
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 64)) ** 2).mean().backward()
+            optimizer.step()
+
+    kept, dropped = mlp(3), mlp(3)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (kept, dropped)]
+    for model, optimizer in zip((kept, dropped), optimizers, strict=True):
+        offload(model, optimizer, **settings)
+        train(model, optimizer)
+    engine, other = engine_of(kept), engine_of(dropped)
+    assert engine is not None
+    assert other is not None
+    assert other.core is engine.core
+    held = list(dropped.parameters())[0].data  # the user's memory, which keeps a part on the device  # noqa: RUF015
+    other.flush()
+    gone = [weakref.ref(each) for each in (other, dropped, optimizers[1], *dropped.parameters())]
+    before = engine.report()["tiers"]
+    del model, optimizer, dropped, other
+    optimizers.pop()
+    gc.collect()
+    assert [each() for each in gone] == [None] * len(gone)
+    assert held.isfinite().all()
+    train(kept, optimizers[0])
+    after = engine.report()["tiers"]
+    assert after["dram"]["home_nbytes"] == before["dram"]["home_nbytes"] / 2
+    assert len(engine.space.by_storage) == len(engine.space.units) == 4
+    assert after["device"]["used_nbytes"] == sum(p.charged_nbytes for u in engine.space.units for p in u.parts)
+    engine.close()

@@ -498,6 +498,7 @@ def test_a_stuck_transfer_does_not_lose_its_descriptor_number(tmp_path: Path, mo
     go_on.set()
     writer.join(10)
     assert len(errors) == 1
+    assert file.closed, "the last transfer closes what close() had to leave open"
     assert file.close() is True
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

@@ -29,6 +29,10 @@ RULES: dict[str, tuple[LazyKernel, Callable[..., None], Any, int]] = {
     "adamw-maximize-new": (
         adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(step=1, maximize=True, is_new_state=True), 2,
     ),
+    "adamw-weights": (adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(moments=adam.MOMENTS_LATER), 2),
+    "adamw-moments": (
+        adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(moments=adam.MOMENTS_ONLY, betas=(0.3, 0.99)), 2,
+    ),
     "adam-l2": (adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(decoupled=False), 2),
     "adam-no-decay": (adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(decoupled=False, weight_decay=0.0), 2),
     "adam-small-beta1": (adam.adam_slice, adam.adam_slice_numpy, adamw_scalars(betas=(0.3, 0.99)), 2),
@@ -79,6 +83,7 @@ def test_kernel_has_the_bits_of_its_twin(rule: str, form: str) -> None:
     for name in ("grad_f32", "grad_u16"):  # the gradient is the user's
         assert_same_bits({name: before[name]}, {name: have.arrays[name]})
     changed = "hi" if have.master_form == "split" else "master"
+    changed = "first" if rule == "adamw-moments" else changed
     assert (before[changed] != have.arrays[changed]).any()
 
 

@@ -31,12 +31,12 @@ LEAST_NBYTES = 4096  # a smaller tensor costs more to move than it frees
 _SEGMENT_NBYTES = 32 * MiB
 
 
-def version_error(name: str, shape: Any, saved: int, current: int) -> RuntimeError:
+def version_error(name: str, shape: Any, saved: int, current: int, hint: str = "") -> RuntimeError:
     """Autograd's own error for a saved tensor that was modified in place; hooks switch its check off."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{name} {list(shape)}] is at version {current}; expected version {saved} instead. Hint: a step, "
-        "load or in-place edit between forward and backward changes what backward needs."
+        f"load or in-place edit between forward and backward changes what backward needs.{hint}"
     )
 
 

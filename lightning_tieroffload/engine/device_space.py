@@ -9,9 +9,11 @@ download, upload) is called with it held. Workers never take it, so waiting for 
 
 from __future__ import annotations
 
+import collections
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -67,13 +69,15 @@ class DeviceSpace:
         self.prefetch_units = prefetch_units
         self.poison = poison
         self.no_overlap = no_overlap
-        self.units: list[UnitState] = []
-        self.by_storage: dict[int, Part] = {}
-        self._unit_at: dict[int, UnitState] = {}
+        # Weak: a unit lives as long as one of its parameters does, whether anybody called `close` or not.
+        self.by_storage: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
+        self._unit_at: weakref.WeakValueDictionary[int, UnitState] = weakref.WeakValueDictionary()
+        self._dead: collections.deque[tuple[str, list[int]]] = collections.deque()  # shard and charge of gone parts
         self.wire_dtype: torch.dtype | None = None  # what autocast cast to when a window last opened
         self.cached_casts_nbytes = 0  # of 16-bit copies that autocast keeps of weights, beside what the budget covers
         self.moved_nbytes = {"h2d": 0, "d2h": 0, "read": 0, "write": 0}
         self.stall_s = {"h2d": 0.0, "d2h": 0.0, "read": 0.0, "write": 0.0, "update": 0.0}
+        self.is_worker: Callable[[], bool] = lambda: False  # whether the calling thread is one of the engine's own
         self.num_prefetch_misses = 0
         self.num_fetches = 0
         self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed)
@@ -101,6 +105,10 @@ class DeviceSpace:
     def lock(self) -> Any:
         return self.table.lock
 
+    @property
+    def units(self) -> list[UnitState]:
+        return list(self._unit_at.values())
+
     def make_activation_store(
         self, is_excluded: Callable[[int], bool], headroom_nbytes: Callable[[], int], *, must_fit: bool
     ) -> ActivationStore:
@@ -120,7 +128,9 @@ class DeviceSpace:
         )
 
     def add_stall(self, kind: str, seconds: float) -> None:
-        self.stall_s[kind] += seconds
+        """Count what compute waited; what a worker waits for is its work's business, and nobody's stall by itself."""
+        if not self.is_worker():
+            self.stall_s[kind] += seconds
 
     def check_process(self) -> None:
         """A forked child has neither the threads nor the mapped memory of its parent."""
@@ -139,19 +149,32 @@ class DeviceSpace:
     def add(self, unit: UnitState) -> None:
         """List a unit whose values are in its home and whose device storages are released."""
         with self.lock:
-            self.units.append(unit)
-            self._unit_at[unit.index] = unit
-            self.ledger[Tier.DRAM].home_nbytes += unit.nbytes
+            self._forget_dead()
             for part in unit.home_parts:
                 self._add_part(part)
+            self._unit_at[unit.index] = unit
             for slot in unit.slots:
                 slot.param.__class__ = PagedParameter
+            self._count_homes()
 
     def _add_part(self, part: Part) -> None:
+        # A finaliser may run anywhere, with the lock held or not: it only says so. See `_forget_dead`.
+        weakref.finalize(part, self._dead.append, (part.shard, part.charge)).atexit = False
         if part.is_for_compute:
             self.by_storage[part.key] = part
         self.table.add(part.shard, Tier.DRAM, valid_on=[Tier.DRAM])
         self._remember_versions(part)
+
+    def _count_homes(self) -> None:
+        self.ledger[Tier.DRAM].home_nbytes = sum(unit.nbytes for unit in self.units)
+
+    def _forget_dead(self) -> None:
+        """Take parts whose parameters are gone, though nobody closed their engine, out of the books."""
+        while self._dead:
+            shard, charge = self._dead.popleft()
+            self.table.remove(shard)
+            self.ledger.release(Tier.DEVICE, charge[0])
+            self._count_homes()
 
     def add_wire(self, unit: UnitState, dtype: torch.dtype) -> bool:
         """Give a unit's castable weights a wire part. False where something holds their full part just now."""
@@ -181,9 +204,8 @@ class DeviceSpace:
                     self.by_storage.pop(part.key, None)
                 self.table.remove(part.shard)
             self.host.remove(unit)
-            self.units.remove(unit)
             self._unit_at.pop(unit.index, None)
-            self.ledger[Tier.DRAM].home_nbytes -= unit.nbytes
+            self._count_homes()
 
     def close(self) -> None:
         self._streams.close()
@@ -355,7 +377,7 @@ class DeviceSpace:
         """List a part of optimizer state, whose newest content is in DRAM, as one that may come to the device."""
         with self.lock:
             if part.shard not in self.table:
-                self.table.add(part.shard, Tier.DRAM, valid_on=[Tier.DRAM])
+                self._add_part(part)
                 part.unit.device_state.append(part)
                 part.note_home_version()
 
@@ -548,17 +570,17 @@ class DeviceSpace:
         self._release_storage(part)
 
     def _distances(self) -> dict[int, int]:
-        key = (self.order.last, len(self.units), self.order.num_hits + self.order.num_misses)
+        key = (self.order.last, len(self._unit_at), self.order.num_hits + self.order.num_misses)
         if key != self._distance_key:
             self._distance_key = key
             self._distance_of = {}
-            for position, (index, _) in enumerate(self.order.coming(3 * len(self.units) + 8)):
+            for position, (index, _) in enumerate(self.order.coming(3 * len(self._unit_at) + 8)):
                 self._distance_of.setdefault(index, position)
         return self._distance_of
 
     def _victims(self, keep: UnitState | None) -> list[Part]:
         distances = self._distances()
-        far = len(self.units) * 4 + 16
+        far = len(self._unit_at) * 4 + 16
         found = [
             (-distances.get(unit.index, far), part)
             for unit in self.units
@@ -616,6 +638,7 @@ class DeviceSpace:
     # ---------------------------------------------------------------------------------------- what compute asks for
     def _reclaim(self) -> None:
         """Parts that were left to user code as its memory, and that it does not hold any more, go."""
+        self._forget_dead()
         for part in list(self._lent):
             if not part.is_resident or part.charged_nbytes == part.nbytes:
                 self._lent.remove(part)
@@ -662,7 +685,7 @@ class DeviceSpace:
         if (
             self.order.note((unit.index, phase))
             and not all(part.is_resident for part in parts)
-            and self.num_fetches > len(self.units)
+            and self.num_fetches > len(self._unit_at)
         ):
             self.num_prefetch_misses += 1
 

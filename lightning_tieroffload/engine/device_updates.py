@@ -220,15 +220,17 @@ def _need_nbytes(
     kept_nbytes = around_nbytes = window_nbytes = newborn_nbytes = 0
     for unit in units:
         compute_nbytes = sum(part.nbytes for part in unit.parts_for(unit.wire.dtype if unit.wire else None))
-        trainable = [slot for slot in unit.slots if slot.param.requires_grad]
-        travels_in_16_bits = {slot: unit.wire is not None and slot.castable for slot in trainable}
-        newborn_nbytes = max(newborn_nbytes, unit.grad_nbytes)
+        is_narrow = {slot: unit.wire is not None and slot.castable for slot in unit.slots if slot.param.requires_grad}
         if unit in chosen:
             kept_nbytes += compute_nbytes + (unit.low.nbytes if unit.low is not None else 0)
-            for slot in trainable:
-                kept_nbytes += 2 * round_up(4 * slot.numel, 512) + slot.numel * (2 if travels_in_16_bits[slot] else 4)
-        elif unit in spanning:
+            for slot, narrow in is_narrow.items():
+                kept_nbytes += 2 * round_up(4 * slot.numel, 512) + slot.numel * (2 if narrow else 4)
+            # Newborn in full width beside the narrow form that is kept; one that is not narrowed is kept itself.
+            newborn_nbytes = max(newborn_nbytes, sum(slot.nbytes for slot, narrow in is_narrow.items() if narrow))
+            continue
+        newborn_nbytes = max(newborn_nbytes, 2 * unit.grad_nbytes)  # newborn, and on their way down
+        if unit in spanning:
             around_nbytes += compute_nbytes
         else:
             window_nbytes = max(window_nbytes, compute_nbytes)
-    return kept_nbytes + around_nbytes + (1 + prefetch_units) * window_nbytes + 2 * newborn_nbytes
+    return kept_nbytes + around_nbytes + (1 + prefetch_units) * window_nbytes + newborn_nbytes

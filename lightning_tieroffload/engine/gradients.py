@@ -13,6 +13,7 @@ bits where that loses nothing; under pressure, or when something else than an up
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -50,7 +51,10 @@ class Gradients:
         self._open: list[UnitState] = []  # units with born gradients
         self.norm_types: set[float] = set()
         self.charged_nbytes = 0  # of gradients in autograd's field
-        self._kept: dict[ParamSlot, int] = {}  # gradients kept on the device, and what each is charged
+        # Gradients kept on the device, and what each is charged; a dropped model's go with it.
+        self._kept: weakref.WeakKeyDictionary[ParamSlot, int] = weakref.WeakKeyDictionary()
+        self._kept_nbytes = 0  # charged for them all
+        self._num_kept = 0
         self._leaving: deque[tuple[CopyTicket, int]] = deque()
         space.on_pressure = self.relieve
 
@@ -138,6 +142,8 @@ class Gradients:
         return must and self.spill()
 
     def _reap(self) -> None:
+        if len(self._kept) != self._num_kept:
+            self._count_kept()
         while self._leaving and self._leaving[0][0].done():
             self._space.ledger.release(Tier.DEVICE, self._leaving.popleft()[1])
 
@@ -245,15 +251,18 @@ class Gradients:
         return True
 
     def _charge_kept(self, slot: ParamSlot, nbytes: int) -> None:
-        ledger = self._space.ledger
-        before_nbytes = self._kept.pop(slot, 0)
-        ledger.release(Tier.DEVICE, before_nbytes)
         if nbytes:
-            ledger.charge(Tier.DEVICE, nbytes)
             self._kept[slot] = nbytes
+        else:
+            self._kept.pop(slot, None)
+        self._count_kept()
 
-    def kept_nbytes(self) -> int:
-        return sum(self._kept.values())
+    def _count_kept(self) -> None:
+        ledger = self._space.ledger
+        ledger.release(Tier.DEVICE, self._kept_nbytes)
+        self._kept_nbytes = sum(self._kept.values())
+        self._num_kept = len(self._kept)
+        ledger.charge(Tier.DEVICE, self._kept_nbytes)
 
     def kept_source(self, slot: ParamSlot) -> tuple[torch.Tensor, list[Factor]] | None:
         """For an update on the device: (gradient there, readable by compute, ordered factors); None where it is not."""

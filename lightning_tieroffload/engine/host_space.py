@@ -183,6 +183,7 @@ class HostSpace:
         self._num_step = 0
         self._num_ordered = 0
         self._reserved: dict[str, int] = {}  # space on flash of gradients that have not come yet
+        self.is_stuck = False  # flash does not answer: what is under way counts as lost, and nobody waits for it
 
     # ------------------------------------------------------------------------------------------------- life
     def open_flash(self, scheduler: Scheduler, store: ExtentStore, mover: NvmeMover) -> None:
@@ -216,7 +217,7 @@ class HostSpace:
                 continue
             for ticket in self._pending(block):
                 try:
-                    ticket.wait()
+                    self._wait(ticket, "write")
                 except Exception as error:  # whoever closes has seen the first one
                     _log.debug("%s: %s", block.shard, error)
             self._unlist(block)
@@ -240,7 +241,7 @@ class HostSpace:
             self._unlist(block)
 
     def _forget(self, segment: Segment) -> None:
-        if self.store is not None and segment.name in self.store:
+        if self.store is not None and segment.name in self.store and not self.is_stuck:
             self._mover.forget(segment.name)
 
     def rehome(self, unit: UnitState, choice: Choice) -> None:
@@ -430,6 +431,8 @@ class HostSpace:
                 PAGES_LANE.name, block.give_pages_back, label=f"evict {block.shard}", after=pending
             )
             self._leaving.append(_Leaving(block.gone, nbytes))
+            block.evictions = [each for each in block.evictions if not each[0].done() or each[0].error is not None]
+            block.evictions.append((block.gone, block.read))
         else:
             block.give_pages_back()
             block.gone = None
@@ -683,15 +686,18 @@ class HostSpace:
     # ------------------------------------------------------------------------------------------------- faults
     def reset(self) -> None:
         """Every work has ended, some badly: what each block holds is what really happened to it."""
+        if self.is_stuck:  # not every one, so what is under way stays lost
+            return
         for block in self._paged:
-            if block.gone is not None and block.gone.done() and block.gone.error is not None:
+            stayed = [filled for gone, filled in block.evictions if gone.done() and gone.error is not None]
+            if stayed and (stayed[0] is None or stayed[0].error is None):
                 # Its pages never left, so they hold the newest bytes, whatever was ordered after.
                 if not block.is_resident:
                     block.is_resident = True
                     self._charge(block, block.nbytes)
                 block.is_dirty = True
                 self._relist(block, Tier.DRAM)
-            elif block.read is not None and block.read.done() and block.read.error is not None:
+            elif stayed or (block.read is not None and block.read.done() and block.read.error is not None):
                 # Nothing was ordered before it but that read, so nothing has written to the pages.
                 block.is_resident = block.is_dirty = False
                 self._uncharge(block, block.charged_nbytes)
@@ -703,7 +709,7 @@ class HostSpace:
             else:
                 self._note_write_ended(block)
             block.read = block.write = block.gone = None
-            block.uses = []
+            block.uses, block.evictions = [], []
             if not block.is_shown or block.charged_nbytes:
                 block.charged_nbytes = block.nbytes if block.is_resident else 0
         self.used_nbytes = sum(block.charged_nbytes for block in self._paged)
@@ -721,7 +727,7 @@ class HostSpace:
         if kind == "read":
             self._scheduler.expedite(ticket)
         start_s = time.perf_counter()
-        ticket.wait()
+        ticket.wait(0.0 if self.is_stuck else None)
         self._add_stall(kind, time.perf_counter() - start_s)
 
     def _wait_all(self, tickets: Iterable[Any], kind: str) -> None:

@@ -47,7 +47,13 @@ from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import CAUTIOUS, GradPlace, UnitState
 from lightning_tieroffload.engine.units import UnitSpec, find_units
 from lightning_tieroffload.engine.wire import Wire
-from lightning_tieroffload.errors import InfeasiblePlanError, UnsupportedError
+from lightning_tieroffload.errors import (
+    ConfigError,
+    InfeasiblePlanError,
+    TierOffloadError,
+    TransferTimeoutError,
+    UnsupportedError,
+)
 from lightning_tieroffload.io.extent_store import ExtentStore
 from lightning_tieroffload.io.nvme_mover import NvmeMover
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
@@ -95,9 +101,10 @@ class _Core:
         self.gradients = Gradients(self.space, self.wire)
         self.place = _placer(device)
         self.state_estimate_nbytes = 0  # of every adopted optimizer whose class is known
-        self.state_nbytes_of: dict[UnitState, int] = {}  # of it, what may lie on flash
+        # Of it, what may lie on flash.
+        self.state_nbytes_of: weakref.WeakKeyDictionary[UnitState, int] = weakref.WeakKeyDictionary()
         self.fixed_state_nbytes = 0  # and what may not
-        self.whole_units: set[UnitState] = set()  # that an optimizer steps over all at once
+        self.whole_units: weakref.WeakSet[UnitState] = weakref.WeakSet()  # that an optimizer steps over all at once
         # Whose state is counted, by optimizer.
         self.known_states: weakref.WeakKeyDictionary[Optimizer, set[ParamSlot]] = weakref.WeakKeyDictionary()
         self.activation_nbytes = 0  # what activations may map where there is flash
@@ -121,6 +128,7 @@ class _Core:
         self.scheduler = Scheduler(lanes, timeout_s=config.io_timeout_s, debug_seed=delays)
         if self.store is not None:
             self.space.host.open_flash(self.scheduler, self.store, NvmeMover(self.scheduler, self.store))
+        self.space.is_worker = self.scheduler.owns_this_thread
         self.updates = Updates(
             self.space,
             self.gradients,
@@ -135,7 +143,6 @@ class _Core:
         self._planned_for: Any = None
         self.updates.before_step = self._before_step
         self.engines: list[weakref.ref[OffloadEngine]] = []
-        self.num_open = 0
 
     def _optimizer_kernel(self) -> str:
         kernel, update_on = self.config.optimizer_kernel, self.config.update_on
@@ -190,6 +197,10 @@ class _Core:
     def _submit_later(self, work: Callable[[], None], *, label: str, priority: int) -> Any:
         """From an update's own thread: what need not be over when the next forward comes."""
         return self.scheduler.submit(_UPDATE_LANE, work, label=label, priority=priority)
+
+    @property
+    def num_open(self) -> int:
+        return sum(1 for ref in self.engines if ref() is not None)
 
     def _dram_headroom_nbytes(self) -> int:
         """What activations may still map: the budget less what homes, gradients and optimizer state hold or will."""
@@ -354,9 +365,11 @@ class OffloadEngine:
     def attach(cls, model: nn.Module, config: TierOffloadConfig, device: torch.device | None = None) -> OffloadEngine:
         """Take a model's parameters into their homes. The module and its Parameters keep their identity.
 
-        Attaching a model again gives its engine. Parts that another engine manages stay with it, stored once.
+        Attaching a model again gives its engine; what is asked for then must be what is in force. Parts that another
+        engine manages stay with it, stored once.
 
         Raises:
+            ConfigError: the model is attached already, with other settings.
             InfeasiblePlanError: a budget cannot work; it names the unit, the numbers and the least budget that would.
             UnsupportedError: the whole model was compiled, or its parameters are spread over several devices.
         """
@@ -364,9 +377,9 @@ class OffloadEngine:
         unmanaged = [p for p in model.parameters() if managed_slot(p) is None and p.numel() > 0]
         for engine in existing:
             if engine._model() is model:  # type: ignore[attr-defined]
-                return engine  # type: ignore[return-value]
+                return engine._as_asked_for(config, device)  # type: ignore[attr-defined,no-any-return]
         if existing and not any(type(p) is nn.Parameter for p in unmanaged):
-            return next(iter(existing))  # type: ignore[return-value]
+            return next(iter(existing))._as_asked_for(config, device)  # type: ignore[attr-defined,no-any-return]
         if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
             raise UnsupportedError(
                 "The whole model is compiled (torch.compile(model)), so its parameters cannot be moved while it runs. "
@@ -388,6 +401,21 @@ class OffloadEngine:
                 raise
         return engine
 
+    def _as_asked_for(self, config: TierOffloadConfig, device: torch.device | None) -> OffloadEngine:
+        """This engine, for who attaches its model again. Settings that nobody chose this time may differ."""
+        asked = {key: (value, getattr(self.config, key)) for key, value in config.chosen().items()}
+        if device is not None:
+            asked["device"] = _compute_device(device), self.device
+        other = {key: pair for key, pair in asked.items() if pair[0] != pair[1]}
+        if other:
+            in_force = ", ".join(f"{key}={now!r}" for key, (_, now) in other.items())
+            wanted = ", ".join(f"{key}={new!r}" for key, (new, _) in other.items())
+            raise ConfigError(
+                f"The model is offloaded already, with {in_force}, and this call asks for {wanted}. Settings stay as "
+                "they are while an engine lives: call engine_of(model).close() before, or leave them out to keep it."
+            )
+        return self
+
     @staticmethod
     def _core_for(config: TierOffloadConfig, device: torch.device, adopted_nbytes: int) -> _Core:
         if any(c.device == device and c.config == config and c.num_open > 0 for c in _cores):
@@ -402,9 +430,8 @@ class OffloadEngine:
     def _take(self, model: nn.Module) -> None:
         units = find_units(model, self.config.units)
         self._check_budgets(model, units.units)
-        torch_patches.install()
-        self.core.num_open += 1
         self.core.engines.append(weakref.ref(self))
+        torch_patches.install(self)
         wrapper_of = {id(m._orig_mod): m for m in model.modules() if type(m).__name__ == "OptimizedModule"}
         choices = self.core.assign([_spec_need(spec, self.device) for spec in units.units])
         for spec, choice in zip(units.units, choices, strict=True):
@@ -451,6 +478,9 @@ class OffloadEngine:
         if spec.root is not None or activation is ActivationChoice.OFFLOAD_DRAM:
             unit.choice = dataclasses.replace(unit.choice, activation=activation)
         unit.is_spanning = spec.name in self._spanning
+        # First: what an exception leaves half taken is given back by `close`.
+        self.units.append(unit)
+        self._specs.append(spec)
         host = self.space.host
         with self.space.lock:
             host.add(unit)
@@ -466,8 +496,6 @@ class OffloadEngine:
             slot.owner = self
             slot.param.__dict__["_tieroffload_slot"] = slot
         self.space.add(unit)
-        self.units.append(unit)
-        self._specs.append(spec)
         for slot in unit.slots:
             grad = raw_grad(slot.param)
             if grad is not None:
@@ -604,7 +632,7 @@ class OffloadEngine:
             return
         is_paged = self.updates.runs_per_unit(optimizer)
         core = self.core
-        before = dict(core.state_nbytes_of), core.fixed_state_nbytes, set(core.whole_units)
+        before = core.state_nbytes_of.copy(), core.fixed_state_nbytes, core.whole_units.copy()
         with self.space.lock:
             for unit, nbytes_of in by_unit.items():
                 core.fixed_state_nbytes += _SCALARS_NBYTES * len(nbytes_of)
@@ -821,11 +849,18 @@ class OffloadEngine:
         self._grad_handles.clear()
         with self.space.lock:
             error = self._quiesce()
+            if isinstance(error, TransferTimeoutError) and self.core.num_open == 1:
+                # A disk that does not answer would be waited for again by every unit. What is queued is cancelled, and
+                # what is under way, now or when it comes to it, counts as lost.
+                self.space.host.is_stuck = True
+                with contextlib.suppress(TierOffloadError):
+                    self.core.scheduler.close(0.0)
+                self.core.scheduler.clear_pending_error()
             self.gradients.drop_born()
             for unit in list(self.units):
-                error = self._bring_home(unit, error)
+                if unit in self.space.units:  # else it was not even taken as a whole
+                    error = self._bring_home(unit, error)
                 self._release_unit(unit)
-        self.closed = True  # only now: after Ctrl-C in the middle of this, a second call does the rest
         for ref in self._optimizers:
             optimizer = ref()
             if optimizer is not None:
@@ -835,15 +870,14 @@ class OffloadEngine:
             if module is not None and module._buffers.get(name) is not None:
                 module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
         self._moved_buffers.clear()
-        if self in [ref() for ref in self.core.engines]:
-            self.core.engines = [ref for ref in self.core.engines if ref() not in (None, self)]
-            self.core.num_open -= 1
-            torch_patches.uninstall()
-            if self.core.num_open == 0:
-                try:
-                    self.core.close()
-                except BaseException as failure:
-                    error = error or failure
+        torch_patches.uninstall(self)
+        if all(ref() in (None, self) for ref in self.core.engines):
+            try:
+                self.core.close()
+            except BaseException as failure:
+                error = error or failure
+        self.core.engines = [ref for ref in self.core.engines if ref() not in (None, self)]
+        self.closed = True  # only now: after Ctrl-C in the middle of this, a second call does the rest
         if error is not None:
             raise error
 
@@ -865,7 +899,7 @@ class OffloadEngine:
                 error = error or failure
                 # What is lost of one must not keep the others from it.
                 with contextlib.suppress(BaseException):
-                    self.core.scheduler.drain()
+                    self.core.scheduler.drain(0.0 if self.space.host.is_stuck else None)
                 self.core.scheduler.clear_pending_error()
                 self.space.host.reset()
         return error
@@ -879,6 +913,8 @@ class OffloadEngine:
             self.space.leave_to_aliases(part)  # tensors that the user holds outlive the engine
         for slot in unit.slots:
             p = slot.param
+            if getattr(slot, "part", None) is None:
+                continue  # not taken yet
             record = unit.grads[slot.index]
             grad = raw_grad(p)
             if record.place in (GradPlace.HOST, GradPlace.KEPT) and not host.is_lost(unit.grad_block):
@@ -896,6 +932,7 @@ class OffloadEngine:
             p.__class__ = nn.Parameter
             p.__dict__.pop("_tieroffload_slot", None)
             set_raw_data(p, values)
+            slot.left_in = values.untyped_storage()._cdata
             if grad is not None:
                 p.grad = grad.to(values.device)
         self.space.remove(unit)

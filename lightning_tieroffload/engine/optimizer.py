@@ -13,6 +13,7 @@ gradients carry a graph, steps as it is, on the managed parameters, which are pa
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copyreg
 import functools
@@ -74,6 +75,7 @@ _HOOKS = (
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )  # fmt: skip
+_NUM_TIMED_STEPS = 512
 # State entries that torch's classes make in the default dtype.
 _SCALARS = ("step", "eta", "mu", "mu_product")
 _NOT_MIRRORED = frozenset((*_HOOKS, "param_groups", "state", "step", "_opt_called"))
@@ -438,18 +440,22 @@ def adopt(optimizer: Optimizer) -> Optimizer:
         _adopted_classes[cls] = new
     optimizer.__dict__.pop("step", None)  # an LR scheduler made earlier left a wrapper of the old class's step here
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+    # One state for two optimizers stays one. The class comes last: with it the optimizer counts as adopted.
+    state = sharing[0].state if sharing else optimizer.__dict__["state"]
+    if not isinstance(state, TierState):
+        state = TierState(optimizer, state.items())
+    optimizer.__dict__["state"] = state
     optimizer.__class__ = new
-    # Through the property: what was there before is wrapped. One state for two optimizers stays one.
-    optimizer.state = sharing[0].state if sharing else optimizer.__dict__["state"]
     return optimizer
 
 
 def release(optimizer: Optimizer) -> None:
     """Give the optimizer its own class back. Its state keeps the current values."""
     if isinstance(optimizer, TierOptimizer):
-        state = optimizer.state.plain()  # type: ignore[attr-defined]
+        state: Any = optimizer.state  # type: ignore[attr-defined]
+        if isinstance(state, TierState):
+            optimizer.__dict__["state"] = state.plain()
         optimizer.__class__ = optimizer._tieroffload_user_class
-        optimizer.state = state
 
 
 def is_adopted(optimizer: Any) -> bool:
@@ -550,12 +556,12 @@ class Updates:
         self._on_device = DeviceUpdates(space, self._get_pool)
         self.before_step: Callable[[Optimizer], None] | None = None
         self.num_steps = 0
-        self._step_at_s: list[float] = []
+        self._step_at_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS + 1)
         self._first_optimizer: int | None = None
         self._stepping: tuple[int, type, frozenset[ParamSlot]] | None = None  # whose step runs on host tensors now
 
     def step_times_s(self) -> list[float]:
-        """Seconds from one step of the first optimizer to its next."""
+        """Seconds from one step of the first optimizer to its next, of the last 512 steps."""
         return [b - a for a, b in itertools.pairwise(self._step_at_s)]
 
     def _note_step(self, raw: Optimizer) -> None:

@@ -99,8 +99,8 @@ class ParamSlot:
     """A parameter's place in its unit: which unit, which flat storage, where in it. The unit owns the memory."""
 
     __slots__ = (
-        "castable", "dtype", "home", "host_param", "index", "is_mixed", "name", "num_cast_grads", "num_uses", "numel",
-        "owner", "param", "part", "shape", "split", "stride", "unit", "use_key", "wire_seen",
+        "__weakref__", "castable", "dtype", "home", "host_param", "index", "is_mixed", "left_in", "name", "num_cast_grads",
+        "num_uses", "numel", "owner", "param", "part", "shape", "split", "stride", "unit", "use_key", "wire_seen",
     )  # fmt: skip
 
     def __init__(self, *, name: str, param: nn.Parameter, index: int) -> None:
@@ -117,6 +117,7 @@ class ParamSlot:
         self.home: torch.Tensor  # in DRAM, a storage of its own; none where the master is split
         self.split: Any = None  # kernels.split.SplitMaster, in place of ``home``
         self.host_param: nn.Parameter | None = None  # what an optimizer clone sees
+        self.left_in = 0  # the storage that the parameter was given at close
         # what wire.py watches
         self.castable = False
         self.use_key: Any = None

@@ -16,7 +16,7 @@ import torch
 
 from lightning_tieroffload.engine.activations import ActivationStore, Offloaded, version_error
 from lightning_tieroffload.engine.device_space import DeviceSpace
-from lightning_tieroffload.engine.params import ParamSlot
+from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.unit_state import Part
 
 __all__ = ["SavedHooks", "hooks_are_ours", "pop_hooks", "push_hooks"]
@@ -45,6 +45,24 @@ class _SavedView:
             view = torch.empty(0, dtype=self.dtype, device=self.part.device)
             return view.set_(self.part.storage, self.offset, self.shape, self.stride)
 
+    def make_after_close(self) -> torch.Tensor:
+        """The view on the ordinary parameter, or on the one that another engine has now; as plain as the graph is."""
+        part, p = self.part, self.slot.param
+        base = p.data
+        if managed_slot(p) is None and base.untyped_storage()._cdata != self.slot.left_in:
+            raise RuntimeError(
+                f"backward runs through a graph that was recorded before engine.close(), and {self.slot.name} has "
+                "other memory since (p.data = ..., model.to(...)): its values of then are gone. Run backward before "
+                "that, or the forward again."
+            )
+        if base.dtype != part.dtype:  # the graph has autocast's cast of it
+            base = base.to(part.dtype)
+        start_nbytes = part.offsets[part.slots.index(self.slot)] * part.dtype.itemsize
+        offset = self.offset + base.storage_offset() - start_nbytes // self.dtype.itemsize
+        with torch._C._InferenceMode(False):
+            view = torch.empty(0, dtype=self.dtype, device=base.device)
+            return view.set_(base.untyped_storage(), offset, self.shape, self.stride)
+
 
 class _Kept:
     __slots__ = ("tensor", "version")
@@ -68,9 +86,12 @@ def _version(p: torch.Tensor) -> int:
         return p._version
 
 
-def _check_version(name: str, tensor: torch.Tensor, saved: int, current: int) -> None:
+_HINT = " allow_mutation_on_saved_tensors does not reach the parameters of an offloaded model."
+
+
+def _check_version(name: str, tensor: torch.Tensor, saved: int, current: int, hint: str = "") -> None:
     if saved != current:
-        raise version_error(name, tensor.shape, saved, current)
+        raise version_error(name, tensor.shape, saved, current, hint)
 
 
 class SavedHooks:
@@ -112,9 +133,11 @@ class SavedHooks:
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is _SavedView:
             with self._lock:  # until there is a view, another thread that reads parameters may evict the part again
-                self._on_unpack(packed.part)
-                _check_version(packed.slot.name, packed.slot.param, packed.version, _version(packed.slot.param))
-                return packed.make()
+                is_closed = packed.part.unit.is_closed
+                if not is_closed:
+                    self._on_unpack(packed.part)
+                _check_version(packed.slot.name, packed.slot.param, packed.version, _version(packed.slot.param), _HINT)
+                return packed.make_after_close() if is_closed else packed.make()
         if type(packed) is Offloaded and self._activations is not None:
             return self._activations.unpack(packed)
         if type(packed) is _Outer:

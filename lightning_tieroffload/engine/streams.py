@@ -22,13 +22,20 @@ from typing import Protocol
 
 import torch
 
+from lightning_tieroffload.errors import TransferTimeoutError
+from lightning_tieroffload.sizes import format_nbytes
+
 __all__ = ["LANDED", "CopyTicket", "CudaStreams", "DelayedStreams", "HostStreams", "Pairs", "Streams", "make_streams"]
 
+_FIRST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 2e-3
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source), same shape and dtype
 
 
 class CopyTicket(Protocol):
-    """A claim on one ordered group of copies. ``wait`` blocks the host; ``before_compute`` only orders compute."""
+    """A claim on one ordered group of copies. ``wait`` blocks the host; ``before_compute`` only orders compute.
+
+    ``wait`` with a ``timeout_s`` raises ``TransferTimeoutError`` past it; the copy goes on, its memory stays taken.
+    """
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> None: ...
@@ -177,7 +184,9 @@ class _CudaTicket:
         held: Pairs,
         on_stall: Callable[[str, float], None],
         kind: str,
+        label: str = "copy",
     ) -> None:
+        self._label = label
         self._event = event
         self._device = device
         # The pairs stay referenced until the event: the caching allocator must not hand their memory out before.
@@ -194,9 +203,30 @@ class _CudaTicket:
     def wait(self, timeout_s: float | None = None) -> None:
         if not self._event.query():
             start_s = time.perf_counter()
-            self._event.synchronize()
-            self._on_stall(self._kind, time.perf_counter() - start_s)
+            try:
+                if timeout_s is None:
+                    self._event.synchronize()
+                else:
+                    self._poll(timeout_s)
+            finally:
+                self._on_stall(self._kind, time.perf_counter() - start_s)
         self._held = None
+
+    def _poll(self, timeout_s: float) -> None:
+        """CUDA has no timed wait: ask, sleep, ask again, at first often."""
+        deadline_s = time.monotonic() + timeout_s
+        sleep_s = _FIRST_SLEEP_S
+        while not self._event.query():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                nbytes = sum(source.nbytes for _, source in self._held or ())
+                raise TransferTimeoutError(
+                    f"{self._label} ({self._kind}, {format_nbytes(nbytes)}, {self._device}) was not complete after "
+                    f"{timeout_s:.1f} s. Either the device is stuck, or what compute had enqueued before the copy "
+                    "takes longer: raise io_timeout_s then."
+                )
+            time.sleep(min(sleep_s, left_s))
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
     def before_compute(self) -> None:
         # The stream of the copy's device: the current device may be another one while compute is on this one.
@@ -225,7 +255,7 @@ class CudaStreams:
                     target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        return self._remember(_CudaTicket(event, self._device, list(pairs), self._on_stall, kind))
+        return self._remember(_CudaTicket(event, self._device, list(pairs), self._on_stall, kind, label))
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
         return self._enqueue(self._upload_stream, pairs, label, "h2d")
@@ -256,7 +286,7 @@ class CudaStreams:
             event = torch.cuda.Event()
             event.record(down)
         held = [(target, grad), (arrived, before), *((norm, norm) for norm in norms.values())]
-        return self._remember(_CudaTicket(event, self._device, held, self._on_stall, "d2h")), norms
+        return self._remember(_CudaTicket(event, self._device, held, self._on_stall, "d2h", label)), norms
 
     def _remember(self, ticket: _CudaTicket) -> _CudaTicket:
         with self._lock:

@@ -4,7 +4,7 @@
 and optimizers, and ``GradScaler._unscale_grads_``. Without managed parameters among the arguments the original runs,
 untouched; with them the numbers are the original's, bit for bit. Unwrapped they would still be right: ``p.grad`` is the
 true gradient wherever it is read, only then it stays on the device. ``torch.clear_autocast_cache`` says when autocast's
-casts end.
+casts end. ``torch.utils.swap_tensors`` refuses managed parameters, and ``nn.Parameter(p)`` is one over p's memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from torch import nn
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.unit_state import Factor
+from lightning_tieroffload.errors import UnsupportedError
 
 __all__ = ["install", "uninstall", "when_autocast_ends"]
 
 _lock = threading.Lock()
 _originals: dict[tuple[Any, str], Any] = {}
-_num_users = [0]
+_wrappers: dict[tuple[Any, str], Any] = {}
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _gradients(slot: ParamSlot) -> Gradients:
@@ -260,6 +262,32 @@ def _wrap_clear_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     return clear_autocast_cache
 
 
+def _wrap_swap(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        for t in (t1, t2):
+            slot = managed_slot(t)
+            if slot is not None:
+                raise UnsupportedError(
+                    f"{slot.name} is offloaded, so its contents cannot be exchanged with another tensor's "
+                    "(torch.utils.swap_tensors; torch.__future__.set_swap_module_params_on_conversion(True) makes "
+                    "model.to(...) and load_state_dict do it). Copy values instead (p.copy_(...), load_state_dict "
+                    "without that switch), or call engine_of(model).close() first."
+                )
+        original(t1, t2)
+
+    return swap_tensors
+
+
+def _wrap_new_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __new__(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+        # As of a plain parameter: a new one over the same memory, which is the user's as long as he has it.
+        return original(cls, data if managed_slot(data) is None else data.data, requires_grad)
+
+    return __new__
+
+
 def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]] | None]]:
     utils = torch.nn.utils
     yield utils, "get_total_norm", None  # takes gradients, not parameters: remembered, not wrapped
@@ -271,30 +299,31 @@ def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callab
     yield torch.optim.Optimizer, "zero_grad", _wrap_optimizer_zero_grad
     yield torch.amp.GradScaler, "_unscale_grads_", _wrap_unscale
     yield torch, "clear_autocast_cache", _wrap_clear_cache
+    yield torch.utils, "swap_tensors", _wrap_swap
+    yield nn.Parameter, "__new__", _wrap_new_parameter
 
 
-def install() -> None:
-    """Count one more engine; the first one wraps."""
+def install(user: object) -> None:
+    """Wrap on behalf of one more engine. Whole after a second call, should Ctrl-C have cut off the first."""
     with _lock:
-        _num_users[0] += 1
-        if _num_users[0] > 1:
-            return
+        _users.add(user)
         for owner, name, wrap in _targets():
             original = getattr(owner, name, None)
-            if original is None:
+            if original is None or original is _wrappers.get((owner, name)):
                 continue
             _originals[owner, name] = original
             if wrap is not None:
-                setattr(owner, name, wrap(original))
+                wrapper = _wrappers[owner, name] = wrap(original)
+                setattr(owner, name, wrapper)
 
 
-def uninstall() -> None:
-    """Count one engine less; the last one puts torch's functions back."""
+def uninstall(user: object) -> None:
+    """One engine less; the last one puts torch's functions back."""
     with _lock:
-        _num_users[0] -= 1
-        if _num_users[0] > 0:
+        _users.discard(user)
+        if len(_users) > 0:
             return
-        for owner, name, wrap in _targets():
-            original = _originals.get((owner, name))
-            if original is not None and wrap is not None:
-                setattr(owner, name, original)
+        for (owner, name), wrapper in list(_wrappers.items()):
+            if getattr(owner, name, None) is wrapper:
+                setattr(owner, name, _originals[owner, name])
+            del _wrappers[owner, name]

@@ -229,6 +229,7 @@ class HostBlock:
         self.read: Any = None  # what the pages' content comes with
         self.write: Any = None  # the last write to flash
         self.gone: Any = None  # gives the pages back
+        self.evictions: list[tuple[Any, Any]] = []  # each that is under way, and the read that had filled the pages
         self.uses: list[Any] = []  # updates and copies that read or write the pages
         self.num_step = -1  # of the last update that used it
         self.num_ordered = 0  # position of the last work on it among all that were ordered
@@ -323,7 +324,7 @@ class Part:
         self.home_flat: torch.Tensor | None = None  # None where the homes are split, or cast at each upload
         # residency; under the residency lock
         self.is_resident = False
-        self.charged_nbytes = 0  # of the device budget; 0 while tensors that the user holds keep it here
+        self.charge = [0]  # what is charged to the device budget, for who takes the part's death down
         self.is_handed_out = False
         self.num_leases = 0
         self.versions = [0] * len(slots)  # p._version when last known to be what the newest copy says
@@ -332,6 +333,15 @@ class Part:
         # The last upload, landed or not: landing orders compute behind it, and the host runs ahead of both. So who
         # writes the home on the host waits for it. See [Note: happens-before] in streams.py.
         self.home_read: CopyTicket = LANDED
+
+    @property
+    def charged_nbytes(self) -> int:
+        """Bytes of the device budget; 0 while tensors that the user holds keep the part here."""
+        return self.charge[0]
+
+    @charged_nbytes.setter
+    def charged_nbytes(self, nbytes: int) -> None:
+        self.charge[0] = nbytes
 
     def _new_storage(self) -> None:
         with torch._C._InferenceMode(False):
@@ -545,6 +555,7 @@ class UnitState:
         self.num_windows = 0
         self.window_threads: dict[int, int] = {}  # thread to how many of the open windows are its own
         self.open_parts: list[Part] | None = None  # what the outermost open window leased
+        self.is_closed = False  # the parameters are ordinary again
         self.is_spanning = False  # in use while others are
         self.update: Any = None  # ticket of the last ordered update: home, state and use of the gradient; or None
         self.home_update: Any = None  # ticket of what of it writes the home
@@ -855,6 +866,7 @@ class UnitState:
 
     def close(self) -> None:
         """Give the host memory back once nothing refers to it."""
+        self.is_closed = True
         self._host_grads.clear()
         self._grad_arenas.clear()
         self.state_parts.clear()

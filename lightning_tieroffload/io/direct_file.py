@@ -336,14 +336,17 @@ class DirectFile:
     def _leave(self) -> None:
         with self._idle:
             self._num_transfers -= 1
-            if self._num_transfers == 0:
+            is_last = self._num_transfers == 0
+            if is_last:
                 self._idle.notify_all()
+        if is_last and self._is_closing:  # close() may have given up waiting for this one
+            self.close(0.0)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Refuse new transfers, wait for those under way, close the descriptor. Idempotent.
 
-        False when one is still under way after ``timeout_s`` (a stuck disk). Then the descriptor stays open: closed,
-        its number could become another file's while the transfer's next piece is still to come.
+        False when one is still under way after ``timeout_s`` (a stuck disk). Then the descriptor stays open until it
+        ends: closed, its number could become another file's while the transfer's next piece is still to come.
         """
         with self._idle:
             self._is_closing = True

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -472,11 +473,12 @@ class ExtentStore:
     def close(self) -> None:
         """Close the files and delete everything this run wrote under the paths. Idempotent.
 
-        Transfers under way are waited for, up to 5 s each file; later ones get a ``TierIOError``.
+        Transfers under way are waited for, up to 5 s in all; later ones get a ``TierIOError``.
         """
         self._is_closed = True
+        deadline_s = time.monotonic() + 5.0
         for state in self._paths:
-            state.file.close()
+            state.file.close(max(0.0, deadline_s - time.monotonic()))
         for state in self._paths:
             state.directory.close()
 

@@ -621,10 +621,13 @@ class _Core:
     def raise_pending_error(self) -> None:
         error = self.pending_error
         if error is not None:
-            if threading.current_thread() not in self._threads:  # raised in a lane thread, nobody has seen it yet
+            if not self.owns_this_thread():  # raised in a lane thread, nobody has seen it yet
                 self.error_was_raised = True
             # From the original traceback each time: raising one object again and again would pile frames up.
             raise error.with_traceback(self._pending_traceback)
+
+    def owns_this_thread(self) -> bool:
+        return threading.current_thread() in self._threads
 
     def clear_pending_error(self) -> BaseException | None:
         with self._error_lock:
@@ -943,6 +946,10 @@ class Scheduler:
     def clear_pending_error(self) -> BaseException | None:
         """Forget the first error and return it: the way back after the caller has put its own state in order."""
         return self._core.clear_pending_error()
+
+    def owns_this_thread(self) -> bool:
+        """Whether the caller is a lane's thread, that is, runs inside a work."""
+        return self._core.owns_this_thread()
 
     def mover(self, lane: str) -> LaneMover:
         """A ``Mover`` (see concepts.py) that submits to ``lane``."""

@@ -1,0 +1,121 @@
+"""What outlives an engine, and what attaching a model again means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_ordinary, same_bits, seed_all
+from loopkit import mlp
+from torch import nn
+
+from lightning_tieroffload import engine_of, offload
+from lightning_tieroffload.errors import ConfigError
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "device_budget": 3 * 16640, "dram_budget": "1GiB", "debug": ["poison"]}
+
+
+def _conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (4, 16)), nn.Conv1d(4, 8, 3), nn.LayerNorm(14), nn.GELU(), nn.Flatten(), nn.Linear(112, 1)
+    )
+
+
+def _step(model: nn.Module, optimizer: Any, autocast: bool) -> torch.Tensor:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return (model(torch.ones(4, 64)) ** 2).mean()
+
+
+def _old_graph(
+    make: Callable[[], nn.Module], end: Callable[[nn.Module], None] | None, between: Callable[[nn.Module], Any],
+    *, autocast: bool = False, **settings: Any,
+) -> tuple[list[torch.Tensor | None], str]:  # fmt: skip
+    """Two steps, a forward, ``end`` (None: the plain run), ``between``, then backward: gradients, and the error."""
+    seed_all(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if end is not None:
+        offload(model, optimizer, **SETTINGS, **settings)
+    for _ in range(3):
+        _step(model, optimizer, autocast).backward()
+        optimizer.step()
+    loss = _step(model, optimizer, autocast)
+    if end is not None:
+        end(model)
+    between(model)
+    error = ""
+    try:
+        loss.backward()
+    except RuntimeError as raised:
+        error = str(raised)
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    engine = engine_of(model)
+    if engine is not None:
+        engine.close()
+    if end is not None:
+        assert_ordinary(model)
+    return grads, error
+
+
+def _close(model: nn.Module) -> None:
+    engine_of(model).close()
+
+
+def _close_and_offload_again(model: nn.Module) -> None:
+    _close(model)
+    offload(model, None, **{**SETTINGS, "device_budget": 5 * 16640})
+
+
+@pytest.mark.parametrize("end", [_close, _close_and_offload_again])
+@pytest.mark.parametrize("make", [lambda: mlp(3), _conv])
+@pytest.mark.parametrize(
+    "settings", [{}, {"autocast": True}, {"activations": "offload"}], ids=["keep", "bf16", "activations offloaded"]
+)
+def test_graph_from_before_close_is_as_good_as_plain(make: Any, settings: dict[str, Any], end: Any) -> None:
+    """Backward after close() through a graph recorded before it: the plain run's gradients, bit for bit."""
+    expected = _old_graph(make, None, lambda _: None, autocast=settings.get("autocast", False))
+    actual = _old_graph(make, end, lambda _: None, **settings)
+    assert actual[1] == expected[1] == ""
+    assert all(same_bits(a, b) for a, b in zip(expected[0], actual[0], strict=True))
+
+
+def test_graph_from_before_close_notices_writes_as_plain_does() -> None:
+    def write(model: nn.Module) -> None:
+        with torch.no_grad():
+            model[2].weight.mul_(2)
+
+    for end in (None, _close):
+        assert "modified by an inplace operation" in _old_graph(lambda: mlp(3), end, write)[1]
+
+
+def test_graph_from_before_close_says_that_the_memory_is_another() -> None:
+    """Plain autograd would still hold the old memory; ours does not, so it says so instead of using other values."""
+
+    def swap(model: nn.Module) -> None:
+        model[2].weight.data = torch.zeros(64, 64)
+
+    error = _old_graph(lambda: mlp(3), _close, swap)[1]
+    for part in ("2.weight", "before engine.close()", "other memory"):
+        assert part in error
+
+
+def test_attaching_again_with_other_settings_is_an_error_that_names_them() -> None:
+    """The first call's settings would go on silently, and the user would believe in the second's."""
+    model = mlp(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload(model, optimizer, **SETTINGS)
+    engine = engine_of(model)
+    offload(model, torch.optim.SGD(model.parameters(), lr=0.2), device="cpu")  # says nothing: keeps what is in force
+    offload(model, optimizer, **SETTINGS)
+    assert engine_of(model) is engine
+    for target in (model, model[0], nn.Sequential(model)):
+        with pytest.raises(ConfigError, match=r"device_budget=49920.*asks for device_budget=100000.*close\(\)"):
+            offload(target, optimizer, **{**SETTINGS, "device_budget": 100_000})
+    assert engine_of(model) is engine
+    engine.close()
+    offload(model, optimizer, **{**SETTINGS, "device_budget": 100_000})
+    assert engine_of(model).report()["tiers"]["device"]["budget_nbytes"] == 100_000
+    engine_of(model).close()

@@ -1,0 +1,99 @@
+"""Copies between device and DRAM: time-outs of a copy's ticket, and whose waiting counts as a stall."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from loopkit import mlp
+
+from lightning_tieroffload import engine_of, offload
+from lightning_tieroffload.concepts import Ticket
+from lightning_tieroffload.engine.streams import _CudaTicket
+from lightning_tieroffload.errors import TransferTimeoutError
+
+
+class FakeEvent:
+    """A CUDA event that completes ``after_s`` seconds from now."""
+
+    def __init__(self, after_s: float) -> None:
+        self._at_s = time.monotonic() + after_s
+        self.num_queries = 0
+
+    def query(self) -> bool:
+        self.num_queries += 1
+        return time.monotonic() >= self._at_s
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self._at_s - time.monotonic()))
+
+
+def ticket_after(after_s: float) -> tuple[_CudaTicket, FakeEvent, list[tuple[str, float]]]:
+    event, stalls = FakeEvent(after_s), []
+    pairs = [(torch.empty(256), torch.empty(256))]
+    made: Any = event
+    ticket = _CudaTicket(
+        made, torch.device("cuda", 3), pairs, lambda kind, s: stalls.append((kind, s)), "h2d", "fetch (h.7)"
+    )
+    return ticket, event, stalls
+
+
+def test_wait_of_a_copy_ends_at_its_deadline() -> None:
+    """The error names copy, way, bytes, device and the setting; the copy's memory stays referenced while it runs."""
+    ticket, event, stalls = ticket_after(0.3)
+    assert isinstance(ticket, Ticket)
+    started_s = time.monotonic()
+    with pytest.raises(TransferTimeoutError) as caught:
+        ticket.wait(0.05)
+    assert 0.05 <= time.monotonic() - started_s < 0.25
+    for part in ("fetch (h.7)", "h2d", "1 KiB", "cuda:3", "0.1 s", "io_timeout_s"):
+        assert part in str(caught.value)
+    assert ticket._held is not None
+    assert event.num_queries < 200  # it sleeps between its questions
+    assert len(stalls) == 1  # what was waited in vain was waited too
+    ticket.wait(10)
+    assert ticket.done()
+    assert ticket._held is None
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_wait_of_a_copy_returns_when_it_has_landed(timeout_s: float | None) -> None:
+    ticket, _, stalls = ticket_after(0.02)
+    ticket.wait(timeout_s)
+    assert ticket.done()
+    assert [kind for kind, _ in stalls] == ["h2d"]
+    assert stalls[0][1] >= 0.01
+    with pytest.raises(TransferTimeoutError):
+        ticket_after(1.0)[0].wait(0)
+
+
+def test_only_what_compute_waits_for_is_a_stall() -> None:
+    """An update that waits for a copy in its own lane keeps nobody from computing; autograd's threads are compute."""
+    model = mlp(2)
+    offload(model, None, device="cpu", device_budget="1MiB", dram_budget="1GiB")
+    engine = engine_of(model)
+    assert engine is not None
+    engine.core.scheduler.submit("update", lambda: engine.space.add_stall("h2d", 100.0), label="waits").wait()
+    assert engine.report()["stall_s"]["h2d"] < 100
+    other = threading.Thread(target=engine.space.add_stall, args=("h2d", 100.0))
+    other.start()
+    other.join()
+    assert 100 <= engine.report()["stall_s"]["h2d"] < 200
+    engine.close()
+
+
+def test_step_times_are_those_of_a_recent_window() -> None:
+    """A run of a million steps keeps no million times, and its median follows what the steps take now."""
+    model = mlp(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload(model, optimizer, device="cpu", device_budget="1MiB", dram_budget="1GiB")
+    engine = engine_of(model)
+    assert engine is not None
+    for _ in range(2000):
+        engine.updates._note_step(optimizer)
+    assert len(engine.updates.step_times_s()) == 512
+    assert engine.report()["num_steps"] == 2000
+    engine.close()
