@@ -99,8 +99,8 @@ class ParamSlot:
     """A parameter's place in its unit: which unit, which flat storage, where in it. The unit owns the memory."""
 
     __slots__ = (
-        "__weakref__", "castable", "dtype", "home", "host_param", "index", "is_mixed", "left_in", "name", "num_cast_grads",
-        "num_uses", "numel", "owner", "param", "part", "shape", "split", "stride", "unit", "use_key", "wire_seen",
+        "__weakref__", "castable", "dtype", "home", "host_param", "index", "is_mixed", "left_in", "name",
+        "num_cast_grads", "num_uses", "numel", "owner", "param", "part", "shape", "split", "stride", "unit", "use_key", "wire_seen",
     )  # fmt: skip
 
     def __init__(self, *, name: str, param: nn.Parameter, index: int) -> None:
