@@ -100,7 +100,8 @@ class ParamSlot:
 
     __slots__ = (
         "__weakref__", "castable", "dtype", "home", "host_param", "index", "is_mixed", "left_in", "name",
-        "num_cast_grads", "num_uses", "numel", "owner", "param", "part", "shape", "split", "stride", "unit", "use_key", "wire_seen",
+        "num_cast_grads", "num_uses", "numel", "owner", "param", "part", "shape", "split", "stride", "unit", "use_key",
+        "wire_seen",
     )  # fmt: skip
 
     def __init__(self, *, name: str, param: nn.Parameter, index: int) -> None:

@@ -262,9 +262,9 @@ def _wrap_clear_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     return clear_autocast_cache
 
 
-def _wrap_swap(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_exchange(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    def exchange(t1: torch.Tensor, t2: torch.Tensor) -> None:
         for t in (t1, t2):
             slot = managed_slot(t)
             if slot is not None:
@@ -276,7 +276,7 @@ def _wrap_swap(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
         original(t1, t2)
 
-    return swap_tensors
+    return exchange
 
 
 def _wrap_new_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,7 +299,7 @@ def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callab
     yield torch.optim.Optimizer, "zero_grad", _wrap_optimizer_zero_grad
     yield torch.amp.GradScaler, "_unscale_grads_", _wrap_unscale
     yield torch, "clear_autocast_cache", _wrap_clear_cache
-    yield torch.utils, "swap_tensors", _wrap_swap
+    yield torch.utils, "swap_tensors", _wrap_exchange
     yield nn.Parameter, "__new__", _wrap_new_parameter
 
 
