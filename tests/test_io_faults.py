@@ -358,6 +358,25 @@ def test_failed_writes_count_as_written(tmp_path: Path, monkeypatch: pytest.Monk
             store.write("s", memoryview(bytes(16 * KiB)))
 
 
+def test_a_byte_that_changes_on_the_way_once_is_read_again_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is in the file is right: the second read gives it, one warning says that there was a first."""
+    with ExtentStore([tmp_path], block_nbytes=BLOCK_NBYTES) as store:
+        store.allocate("s", 2 * BLOCK_NBYTES)
+        content = random.Random(5).randbytes(2 * BLOCK_NBYTES)
+        store.write("s", memoryview(content))
+        disk = FaultyDisk(monkeypatch, rates={"flip": 1.0}, verbs=("read",), only="data-0")
+        disk.on_call = lambda verb, num, path: disk.rates.clear() if num == 1 else None
+        memory = bytearray(len(content))
+        store.read("s", memoryview(memory))
+        assert memory == content
+        assert disk.num_calls["read"] == 3
+        (record,) = caplog.records
+        assert "s: 16 KiB read from offset 0" in record.getMessage()
+        assert "check cable" in record.getMessage()
+
+
 def test_a_flip_on_the_way_in_and_one_in_the_file_are_both_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

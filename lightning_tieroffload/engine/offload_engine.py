@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import statistics
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,7 @@ from lightning_tieroffload.errors import (
     TransferTimeoutError,
     UnsupportedError,
 )
+from lightning_tieroffload.io.endurance import EnduranceMeter
 from lightning_tieroffload.io.extent_store import ExtentStore
 from lightning_tieroffload.io.nvme_mover import NvmeMover
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
@@ -64,7 +66,7 @@ __all__ = ["OffloadEngine", "engine_of", "spec_nbytes"]
 
 _log = logging.getLogger(__name__)
 _UPDATE_LANE = "update"
-_IO_THREADS = 4  # with blocks of 4 MiB nearly the fastest of every disk that was measured (log.md)
+_IO_THREADS = 8  # four calls under way keep a disk busy; four threads more hash and wait meanwhile (log.md)
 _BLOCK_NBYTES = 4 * MiB
 _PAGE_NBYTES = 4096
 _SCALARS_NBYTES = 8  # what a class keeps beside tensors of a parameter's shape (``step``)
@@ -115,6 +117,7 @@ class _Core:
         # Two units at a time on a GPU: one may wait for its gradients while the other's kernels run.
         lanes = [LaneSpec(name=_UPDATE_LANE, concurrency=1 if on_host else 2)]
         self.store: ExtentStore | None = None
+        self._drives = EnduranceMeter(())
         if config.nvme_paths:
             self.store = ExtentStore(
                 config.nvme_paths,
@@ -124,6 +127,7 @@ class _Core:
                 write_budget_nbytes=config.nvme_write_budget,
             )
             io_threads = _IO_THREADS if config.io_threads == "auto" else config.io_threads
+            self._drives = EnduranceMeter(self.store.paths)
             lanes += [PAGES_LANE, *NvmeMover.lane_specs(len(self.store.paths), io_threads=io_threads)]
         self.scheduler = Scheduler(lanes, timeout_s=config.io_timeout_s, debug_seed=delays)
         if self.store is not None:
@@ -231,10 +235,12 @@ class _Core:
         if self.config.activations == "offload" and least_nbytes:
             room_nbytes -= self.activation_nbytes
         self.space.host.room_nbytes = room_nbytes
-        for unit, choice in zip(units, choices[: len(units)], strict=True):
-            if choice != unit.choice:
+        for unit, need in zip(units, needs, strict=False):  # the new ones come last
+            if need.choice != unit.choice:
                 self.space.settle_home(unit, to_write=True)
-                self.space.host.rehome(unit, choice)
+                self.space.host.rehome(unit, need.choice)
+                if not unit.grad_block.segments:  # no gradient has come yet
+                    self.space.host.reserve(unit.grad_block, need.grad_nbytes)
         return choices[len(units) :]
 
     def _check_flash(self, need_nbytes: int) -> None:
@@ -251,6 +257,13 @@ class _Core:
     def has_failed(self) -> bool:
         """Whether background work failed: engines that are attached from now on share another core."""
         return self.scheduler.failed
+
+    def endurance(self, num_steps: int) -> dict[str, Any]:
+        """What the run's writes leave of the life of each path's drive."""
+        if self.store is None:
+            return {}
+        elapsed_s = time.monotonic() - self.store.opened_s
+        return self._drives.report(self.store.written_nbytes_by_path, elapsed_s, num_steps)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # last in, first out; one that raises does not keep the others from it
@@ -973,6 +986,7 @@ class OffloadEngine:
 
     def report(self) -> dict[str, Any]:
         """What happened so far, as one JSON-able dict (docs/design.md, "Report")."""
+        endurance = self.core.endurance(self.updates.num_steps)  # may ask the drive: not under the lock
         with self.space.lock:
             dram_nbytes = self._dram_nbytes()
             ledger = self.space.ledger
@@ -1011,6 +1025,8 @@ class OffloadEngine:
                 "forecast": {"step_s": None, "device_peak_nbytes": None, "bottleneck": None},
                 "plan": self.plan(),
                 "written_nbytes_by_path": store.written_nbytes_by_path if store is not None else {},
+                "io_mode_by_path": store.mode_by_path if store is not None else {},
+                "endurance": endurance,
                 "lanes": self.core.scheduler.report(),
             }
 

@@ -124,6 +124,7 @@ class ExtentStore:
         self._shards: dict[str, _Stored] = {}
         self._is_closed = False
         self._peak_nbytes = 0
+        self.opened_s = time.monotonic()
         self._num_allocated = itertools.count()
         self.block_nbytes = round_up(max(1, block_nbytes), ALIGN_NBYTES)
         self.max_nbytes = max_nbytes
@@ -588,13 +589,24 @@ class ReadVersion:
         if len(memory) != extent.nbytes:
             raise ValueError(f"{self._stored.name} piece {index} has {extent.nbytes} bytes, {len(memory)} were given")
         state = self._store._paths[piece.path_index]
-        state.file.read(memory, extent.offset_nbytes, shard=self._stored.name)
-        with self._store._lock:
-            state.read_nbytes += round_up(extent.nbytes, ALIGN_NBYTES)
-        expected = place.checksums[index]
-        if not self._store.verify_reads or expected is None:
-            return
-        found = checksum_of(memory)
+        expected = place.checksums[index] if self._store.verify_reads else None
+        found = self._read(state, extent, memory, expected)
+        if found != expected:
+            # The bytes in the file may be right all the same: changed on their way, they come right the second time.
+            once = found
+            found = self._read(state, extent, memory, expected)
+            if found == expected:
+                _log.warning(
+                    "%s: %s read from offset %d of %s were not the bytes that were written there (%s %016x), and were "
+                    "when read again. Something between disk and memory changes bytes: check cable, controller and "
+                    "memory.",
+                    self._stored.name,
+                    format_nbytes(extent.nbytes),
+                    extent.offset_nbytes,
+                    extent.path,
+                    CHECKSUM_NAME,
+                    once,
+                )
         if found != expected:
             raise ChecksumError(
                 f"{self._stored.name}: {format_nbytes(extent.nbytes)} read from offset {extent.offset_nbytes} of "
@@ -606,3 +618,10 @@ class ReadVersion:
                 nbytes=extent.nbytes,
                 shard=self._stored.name,
             )
+
+    def _read(self, state: _PathState, extent: Extent, memory: memoryview, expected: int | None) -> int | None:
+        """Read the extent; its checksum where one is ``expected``."""
+        state.file.read(memory, extent.offset_nbytes, shard=self._stored.name)
+        with self._store._lock:
+            state.read_nbytes += round_up(extent.nbytes, ALIGN_NBYTES)
+        return None if expected is None else checksum_of(memory)

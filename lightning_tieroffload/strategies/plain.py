@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 import _tieroffload_hooks
-from lightning_tieroffload.engine.offload_engine import OffloadEngine
+from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
 from lightning_tieroffload.strategies import face
 
 __all__ = ["offload"]
@@ -64,11 +64,17 @@ def offload(
         face.refuse_several_processes(
             torch.distributed.get_world_size(), face="offload()", remedy="Start one process, with one device."
         )
+    was_offloaded = engine_of(model) is not None
     engine = OffloadEngine.attach(model, settings, torch.device(device) if device is not None else None)
     _tieroffload_hooks.used()
     several = isinstance(optimizer, (list, tuple))
     optimizers: list[Optimizer] = list(optimizer) if several else [optimizer] if optimizer is not None else []  # type: ignore[arg-type,list-item]
-    adopted = [engine.adopt_optimizer(each) for each in optimizers]
+    try:
+        adopted = [engine.adopt_optimizer(each) for each in optimizers]
+    except BaseException:
+        if not was_offloaded:  # what this call has not done whole it has not done
+            engine.close()
+        raise
     face.print_plan_once(engine)
     face.report_at_exit(engine, settings)
     if several:
