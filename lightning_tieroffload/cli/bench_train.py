@@ -84,7 +84,8 @@ bench_train.__doc__ = f"{bench_train.__doc__} {SETTINGS_HELP}"
 
 
 def _in_a_process(job: dict[str, Any]) -> dict[str, Any]:
-    environment = dict(os.environ)
+    # Storages of many lengths come and go: fixed segments would reserve GiB above what is allocated.
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
     if job["deterministic"]:
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if job["face"] == "accelerate":  # what `accelerate launch --config_file` puts into the environment of a script

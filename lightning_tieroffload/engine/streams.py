@@ -235,7 +235,7 @@ class _CudaTicket:
 
 
 class CudaStreams:
-    """One copy stream for each direction. Compute streams belong to the user."""
+    """A copy stream for each direction, and one for sums. Compute streams belong to the user."""
 
     def __init__(self, device: torch.device, on_stall: Callable[[str, float], None]) -> None:
         self._device = device
@@ -243,6 +243,8 @@ class CudaStreams:
         with torch.cuda.device(device):
             self._upload_stream = torch.cuda.Stream(device)
             self._download_stream = torch.cuda.Stream(device)
+            # Sums come up on a stream of their own: compute waits for weights, and must not wait for these.
+            self._sums_stream = torch.cuda.Stream(device)
         self._in_flight: list[_CudaTicket] = []
         self._lock = threading.Lock()
 
@@ -272,11 +274,11 @@ class CudaStreams:
             torch._C._set_grad_enabled(False)
             arrived = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype, device=self._device)
             norms = {kind: torch.empty((), dtype=grad.dtype, device=self._device) for kind in norm_types}
-        self._enqueue(self._upload_stream, [(arrived, before)], label, "h2d")
+        self._enqueue(self._sums_stream, [(arrived, before)], label, "h2d")
         with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
             down = self._download_stream
             down.wait_stream(torch.cuda.current_stream())
-            down.wait_stream(self._upload_stream)
+            down.wait_stream(self._sums_stream)
             with torch.cuda.stream(down), torch._C._InferenceMode(False):
                 torch._C._set_grad_enabled(False)
                 grad.add_(arrived)
