@@ -12,7 +12,7 @@ import torch
 from exactness import SLOW, Recording, Variant, assert_exact, attach, delay_seed, one_thread, run, seed_all, take_down
 from fakes import Block, batches
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_tieroffload.config import TierOffloadConfig
@@ -93,6 +93,8 @@ def test_the_same_bits_as_updates_on_the_cpu(
     ours = run(build(), train, variant, num_expected=6, update_on="device", **kernels)
     assert_exact(reference, ours, str(variant))
     assert num_on_device(reference) == 0
+    assert reference.reports[0]["num_unit_updates"]["device"] == 0
+    assert ours.reports[0]["num_unit_updates"]["device"] >= (20 if variant.budget == "all" else 4)
     assert num_on_device(ours) >= (5 if variant.budget == "all" else 1)
 
 
@@ -286,6 +288,36 @@ def test_held_state_shows_every_later_step(hold: str) -> None:
         finally:
             for _, _, engine, _ in runs:
                 engine.close()
+
+
+def test_clip_functions_imported_before_the_engine_leave_gradients_where_they_are() -> None:
+    """``from torch.nn.utils import ...`` at the top of a script: as this file does it."""
+    for clip in (
+        lambda params: clip_grad_norm_(params, 0.5),
+        lambda params: clip_grad_value_(params, 0.01),
+        lambda params: clip_grads_with_norm_(params, 0.5, get_total_norm([p.grad for p in params[:1]])),
+    ):
+        with one_thread():
+            grads = []
+            for is_ours in (False, True):
+                seed_all(0)
+                model, optimizer = build()()
+                engine = attach(model, optimizer, Variant(budget="all")) if is_ours else None
+                params = [p for p in model.parameters() if p.requires_grad]
+                model(next(iter(batches(1, 4, 32)))).square().mean().backward()
+                params = [p for p in params if p.grad is not None] if engine is None else params[1:]
+                clip(params)
+                if engine is not None:
+                    slots = [slot for unit in engine.units for slot in unit.slots if slot.param in set(params[1:])]
+                    down = [engine.gradients.is_down(slot) for slot in slots if engine.gradients.has_grad(slot)]
+                    assert len(down) > 10
+                    assert all(down), "a clip brought gradients back to the device"
+                grads.append([p.grad.clone() for p in params if p.grad is not None])
+                if engine is not None:
+                    engine.close()
+            assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert clip_grad_norm_.__closure__[0].cell_contents.__module__ == "torch.nn.utils.clip_grad"
+    assert "lightning_tieroffload" not in clip_grad_norm_.__closure__[0].cell_contents.__code__.co_filename
 
 
 def test_two_optimizers_over_the_same_parameters_have_states_of_their_own() -> None:

@@ -14,7 +14,8 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -26,9 +27,6 @@ from lightning_tieroffload.planning.cost_model import UpdatePlace
 from lightning_tieroffload.sizes import round_up
 
 __all__ = ["DeviceSource", "DeviceUpdates", "assign_device_units"]
-
-# A dict in ``optimizer.state``, the argument of getrefcount, and what this file holds of it.
-_OWN_ENTRY_REFS = 4
 
 
 @dataclass(slots=True)
@@ -176,13 +174,39 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def _num_refs(source: DeviceSource) -> tuple[int, int]:
+    """References to the entry, and the most to one of its tensors."""
+    most = 0
+    for name in source.kernel.state_names:
+        tensor = source.entry.get(name)
+        most = max(most, sys.getrefcount(tensor) if tensor is not None else 0)
+    tensor = None
+    return sys.getrefcount(source.entry), most
+
+
+def _own_refs() -> tuple[int, int]:
+    """What they are where nobody holds any: it differs from one interpreter to the next."""
+    state = {0: {"moment": torch.empty(1, device="cpu")}}  # as ``optimizer.state`` refers to an entry
+    kernel = SimpleNamespace(state_names=("moment",))
+    source = DeviceSource(cast(Any, None), {}, kernel, state[0], cast(Any, None), [])
+    return _num_refs(source)
+
+
+_OWN_ENTRY_REFS, _OWN_TENSOR_REFS = _own_refs()
+
+
 def _is_held(source: DeviceSource) -> bool:
-    """Somebody holds state that he looked at. See [Note: looked-at state]."""
-    if sys.getrefcount(source.entry) > _OWN_ENTRY_REFS:
+    """Somebody holds state that he looked at, or another tensor over it. See [Note: looked-at state]."""
+    num_entry_refs, num_tensor_refs = _num_refs(source)
+    if num_entry_refs > _OWN_ENTRY_REFS or num_tensor_refs > _OWN_TENSOR_REFS:
         return True
-    tensors = [source.entry.get(kind) for kind in source.kernel.state_names]
-    # The dict, the list, the loop's name and the argument.
-    return any(tensor is not None and sys.getrefcount(tensor) > 4 for tensor in tensors)
+    unit: UnitState = source.slot.unit
+    for name in source.kernel.state_names:
+        tensor = source.entry.get(name)
+        part = unit.find_state(source.slot, name, tensor) if tensor is not None else None
+        if part is not None and part.num_home_aliases() > 0:
+            return True
+    return False
 
 
 def assign_device_units(

@@ -180,6 +180,7 @@ class Gradients:
         wire_dtype = self._wire.gradient_dtype(slot)
         if unit.choice.grad_home is Tier.DEVICE and self._keep(slot, record, grad, wire_dtype):
             return 0
+        record.is_zero = False
         if record.place is GradPlace.KEPT:
             self._put_down(slot)
         self._space.wait_update(unit)  # the last update may still be reading the block
@@ -226,6 +227,9 @@ class Gradients:
     # ------------------------------------------------------------------------------------------------- kept
     def _keep(self, slot: ParamSlot, record: GradRecord, grad: torch.Tensor, wire_dtype: torch.dtype | None) -> bool:
         """Keep the gradient on the device, added to what is kept already. False where there is no room for it."""
+        if record.place is GradPlace.HOST and record.is_zero:
+            self._forget_zeros(slot, record)
+            grad.add_(0.0)  # what adding to zeros does: it turns -0.0 into 0.0
         if record.place not in (GradPlace.NONE, GradPlace.KEPT):
             return False
         before = record.kept
@@ -249,6 +253,11 @@ class Gradients:
         record.norms = {}
         self._note_norms(record, grad if before is None else record.kept)  # type: ignore[arg-type]
         return True
+
+    def _forget_zeros(self, slot: ParamSlot, record: GradRecord) -> None:
+        record.ticket.wait()
+        self._space.wait_update(slot.unit)
+        record.place, record.is_zero = GradPlace.NONE, False
 
     def _charge_kept(self, slot: ParamSlot, nbytes: int) -> None:
         if nbytes:
@@ -346,6 +355,7 @@ class Gradients:
             unit.born.remove(slot)
             self._discharge(slot.nbytes)
         self._forget_kept(slot, record)
+        record.is_zero = False
         record.place, record.touched = GradPlace.LIVE, True
 
     def write(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
@@ -416,6 +426,7 @@ class Gradients:
                     self._to_write(unit)
                     unit.host_grad(slot).zero_()
                     record.factors, record.norms, record.is_wire = [], {}, False
+                    record.is_zero = True
                 else:
                     grad = self.read(slot)
                     if grad is not None:

@@ -1021,6 +1021,7 @@ class OffloadEngine:
                     "median": statistics.median(times_s) if times_s else None,
                 },
                 "num_steps": self.updates.num_steps,
+                "num_unit_updates": dict(self.updates.num_unit_updates),
                 "num_prefetch_misses": self.space.num_prefetch_misses,
                 "forecast": {"step_s": None, "device_peak_nbytes": None, "bottleneck": None},
                 "plan": self.plan(),

@@ -556,6 +556,7 @@ class Updates:
         self._on_device = DeviceUpdates(space, self._get_pool)
         self.before_step: Callable[[Optimizer], None] | None = None
         self.num_steps = 0
+        self.num_unit_updates = {"cpu": 0, "device": 0}
         self._step_at_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS + 1)
         self._first_optimizer: int | None = None
         self._stepping: tuple[int, type, frozenset[ParamSlot]] | None = None  # whose step runs on host tensors now
@@ -640,6 +641,7 @@ class Updates:
             if not self._on_device.order(unit, sources):
                 self._order_cpu_update(raw, cls, unit, by_unit[unit], groups, priority)
                 continue
+            self.num_unit_updates["device"] += 1
             for source in sources:
                 if not source.entry:
                     dict.pop(raw.state, source.slot.param)  # the class keeps nothing for this parameter
@@ -653,6 +655,7 @@ class Updates:
         groups: list[dict[str, Any]],
         priority: int,
     ) -> None:
+        self.num_unit_updates["cpu"] += 1
         # Gradients that a user holds are copied down for the update alone.
         with self._space.host.staying(unit.grad_block):
             self._order_update(raw, cls, unit, items, groups, priority)

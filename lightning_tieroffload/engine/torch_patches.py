@@ -288,8 +288,49 @@ def _wrap_new_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
     return __new__
 
 
+class _Inside:
+    """The function that one of torch's decorators holds, as an attribute.
+
+    Scripts say ``from torch.nn.utils import clip_grad_norm_`` before anything of ours runs: what that name refers to
+    stays torch's decorated function, and calls this.
+    """
+
+    def __init__(self, decorated: Any, name: str) -> None:
+        cells = getattr(decorated, "__closure__", None) or ()
+        names = (name, f"_{name}")  # torch calls some functions by a private name too
+        found = [cell for cell in cells if getattr(cell.cell_contents, "__name__", None) in names]
+        self._cell = found[0] if len(found) == 1 else None
+
+    @property
+    def function(self) -> Any:
+        return None if self._cell is None else self._cell.cell_contents
+
+    @function.setter
+    def function(self, value: Any) -> None:
+        if self._cell is not None:
+            self._cell.cell_contents = value
+
+    def __hash__(self) -> int:
+        return id(self._cell)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Inside) and other._cell is self._cell
+
+
+_INSIDE = [
+    (_Inside(getattr(torch.nn.utils, name, None), name), wrap)
+    for name, wrap in (
+        ("clip_grad_norm_", _wrap_clip_norm),
+        ("clip_grads_with_norm_", _wrap_clip_with_norm),
+        ("clip_grad_value_", _wrap_clip_value),
+    )
+]
+
+
 def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]] | None]]:
     utils = torch.nn.utils
+    for inside, wrap in _INSIDE:
+        yield inside, "function", wrap
     yield utils, "get_total_norm", None  # takes gradients, not parameters: remembered, not wrapped
     for owner in (utils, torch.nn.utils.clip_grad):
         yield owner, "clip_grad_norm_", _wrap_clip_norm

@@ -134,7 +134,7 @@ class GradRecord:
     Each factor is one rounded multiplication in the gradient's dtype, in order, as ``p.grad.mul_(factor)`` would do.
     """
 
-    __slots__ = ("factors", "is_wire", "kept", "norms", "norms_ticket", "place", "ticket", "touched")
+    __slots__ = ("factors", "is_wire", "is_zero", "kept", "norms", "norms_ticket", "place", "ticket", "touched")
 
     def __init__(self) -> None:
         self.place = GradPlace.NONE
@@ -144,6 +144,7 @@ class GradRecord:
         self.ticket: CopyTicket = LANDED
         self.touched = False  # the user has seen or set it: it stays where it is
         self.is_wire = False  # what is stored is 16 bits wide and stands for the fp32 gradient that it equals
+        self.is_zero = False  # cleared by filling it with zeros, and nothing was added since
         self.kept: torch.Tensor | None = None  # the gradient where its place is KEPT
 
     def forget_update(self) -> None:
@@ -157,6 +158,7 @@ class GradRecord:
         self.norms = {}
         self.touched = False
         self.is_wire = False
+        self.is_zero = False
 
 
 class BlockKeeper(Protocol):
@@ -305,6 +307,7 @@ class Part:
         self.slots = slots
         self.castable = castable
         self.kind = kind  # of state: its key in ``optimizer.state[p]``
+        self.num_home_owners = 0  # of state: what refers to its DRAM memory while no optimizer has any of it
         self.home_version = 0  # of state: its DRAM tensors' version when the engine last wrote or read them
         self.given: set[int] = set()  # of state: the slots whose DRAM tensor an optimizer has
         self.device = unit.device
@@ -414,6 +417,11 @@ class Part:
             if poison:
                 raw = torch.empty(0, dtype=torch.uint8, device=self.device)
                 raw.set_(self.storage, 0, (self.nbytes,), (1,)).fill_(255)
+
+    def num_home_aliases(self) -> int:
+        """Of state: tensors over its DRAM memory beside the ones that optimizers have."""
+        assert self.home_flat is not None
+        return _storage_owners(self.home_flat.untyped_storage()) - self.num_home_owners - len(self.given)
 
     def note_home_version(self) -> None:
         """What is in DRAM is as the engine left it."""
@@ -619,6 +627,7 @@ class UnitState:
             part = Part(self, Form.STATE, torch.float32, slots, castable=False, kind=kind, copy=len(parts))
             arena = PinnedArena(round_up(part.nbytes, _GRAIN_NBYTES), pin=False, label=part.name, place=self._place)
             part.home_flat = arena.take(part.nbytes).tensor(torch.float32, (part.nbytes // 4,))
+            part.num_home_owners = _storage_owners(part.home_flat.untyped_storage())
             arena.close()  # the mapping lives as long as a tensor on it does
             for s in slots:
                 self.state_parts.setdefault((kind, s.index), []).append(part)
