@@ -58,9 +58,10 @@ from lightning_tieroffload.errors import (
 from lightning_tieroffload.io.endurance import EnduranceMeter
 from lightning_tieroffload.io.extent_store import ExtentStore
 from lightning_tieroffload.io.nvme_mover import NvmeMover
+from lightning_tieroffload.io.probe import probe_settings
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
 from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice
-from lightning_tieroffload.sizes import MiB, format_nbytes, round_up
+from lightning_tieroffload.sizes import GiB, MiB, format_nbytes, round_up
 
 __all__ = ["OffloadEngine", "engine_of", "spec_nbytes"]
 
@@ -68,6 +69,7 @@ _log = logging.getLogger(__name__)
 _UPDATE_LANE = "update"
 _IO_THREADS = 8  # four calls under way keep a disk busy; four threads more hash and wait meanwhile (log.md)
 _BLOCK_NBYTES = 4 * MiB
+_PROBE_FROM_NBYTES = 1 * GiB  # of weights
 _PAGE_NBYTES = 4096
 _SCALARS_NBYTES = 8  # what a class keeps beside tensors of a parameter's shape (``step``)
 
@@ -119,14 +121,14 @@ class _Core:
         self.store: ExtentStore | None = None
         self._drives = EnduranceMeter(())
         if config.nvme_paths:
+            block_nbytes, io_threads = _io_settings(config, adopted_nbytes)
             self.store = ExtentStore(
                 config.nvme_paths,
-                block_nbytes=_BLOCK_NBYTES if config.block_nbytes == "auto" else config.block_nbytes,
+                block_nbytes=block_nbytes,
                 max_nbytes=budgets.nvme_nbytes,
                 verify_reads=config.verify_reads,
                 write_budget_nbytes=config.nvme_write_budget,
             )
-            io_threads = _IO_THREADS if config.io_threads == "auto" else config.io_threads
             self._drives = EnduranceMeter(self.store.paths)
             lanes += [PAGES_LANE, *NvmeMover.lane_specs(len(self.store.paths), io_threads=io_threads)]
         self.scheduler = Scheduler(lanes, timeout_s=config.io_timeout_s, debug_seed=delays)
@@ -273,6 +275,22 @@ class _Core:
             stack.callback(self.activations.close)
             stack.callback(self.space.close)
             stack.callback(self.updates.close)
+
+
+def _io_settings(config: TierOffloadConfig, adopted_nbytes: int) -> tuple[int, int]:
+    """``block_nbytes`` and ``io_threads``: as chosen, else as the disks were probed, else what suits most.
+
+    A small model is trained before a probe would be done, and a budget of writes is not for measuring.
+    """
+    block_nbytes, io_threads = _BLOCK_NBYTES, _IO_THREADS
+    if adopted_nbytes >= _PROBE_FROM_NBYTES and "auto" in (config.block_nbytes, config.io_threads):
+        probed = probe_settings(config.nvme_paths, may_measure=config.nvme_write_budget is None)
+        block_nbytes, io_threads = probed or (block_nbytes, io_threads)
+        _log.info("block_nbytes=%d, io_threads=%d (%s)", block_nbytes, io_threads, "probed" if probed else "not probed")
+    return (
+        block_nbytes if config.block_nbytes == "auto" else config.block_nbytes,
+        io_threads if config.io_threads == "auto" else config.io_threads,
+    )
 
 
 def _find_kernel(cls: type, group: dict[str, Any], dtype: torch.dtype) -> Any:
