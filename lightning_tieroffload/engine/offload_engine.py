@@ -102,6 +102,7 @@ class _Core:
         )
         self.wire = Wire(self.space)
         torch_patches.when_autocast_ends(self.wire.drop_casts)
+        torch_patches.before_compiling(self._finish_updates)
         self.gradients = Gradients(self.space, self.wire)
         self.place = _placer(device)
         self.state_estimate_nbytes = 0  # of every adopted optimizer whose class is known
@@ -203,6 +204,12 @@ class _Core:
     def _submit_later(self, work: Callable[[], None], *, label: str, priority: int) -> Any:
         """From an update's own thread: what need not be over when the next forward comes."""
         return self.scheduler.submit(_UPDATE_LANE, work, label=label, priority=priority)
+
+    def _finish_updates(self) -> None:
+        """Wait until no update runs. What one failed with is raised where it would be anyway."""
+        if not self.scheduler.owns_this_thread():
+            with contextlib.suppress(TransferTimeoutError):
+                self.scheduler.settle()
 
     @property
     def num_open(self) -> int:
