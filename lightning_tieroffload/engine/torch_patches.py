@@ -23,7 +23,7 @@ from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.unit_state import Factor
 from lightning_tieroffload.errors import UnsupportedError
 
-__all__ = ["install", "uninstall", "when_autocast_ends"]
+__all__ = ["before_compiling", "install", "uninstall", "when_autocast_ends"]
 
 _lock = threading.Lock()
 _originals: dict[tuple[Any, str], Any] = {}
