@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONFIG_ENVIRONMENT_KEY",
+    "CUDA_DEVICE_FRAC",
     "ResolvedBudgets",
     "TierOffloadConfig",
     "local_world_size",
@@ -56,7 +57,7 @@ Auto = Literal["auto"]
 
 _HOST_MARGIN_FRAC = 0.10
 _CUDA_MARGIN_FRAC = 0.05
-_CUDA_DEVICE_FRAC = 0.4
+CUDA_DEVICE_FRAC = 0.4
 _NVME_MARGIN_FRAC = 0.10
 _LEAST_MARGIN_NBYTES = 512 * MiB
 _CPU_DEVICE_FRAC = 0.25
@@ -565,7 +566,7 @@ def resolve_budgets(
 
         cuda_free_nbytes, cuda_source = _cuda_free(torch.device(device))
         device_nbytes = int(
-            _less_margin(cuda_free_nbytes + adopted_device_nbytes, _CUDA_MARGIN_FRAC) * _CUDA_DEVICE_FRAC
+            _less_margin(cuda_free_nbytes + adopted_device_nbytes, _CUDA_MARGIN_FRAC) * CUDA_DEVICE_FRAC
         )
         sources["device"] = f"auto: two fifths of {cuda_source}, less a margin; the rest is for activations"
     else:

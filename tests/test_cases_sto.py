@@ -23,6 +23,7 @@ from fakes import batches, mlp, mlp_loss
 from faulty_disk import FaultyDisk
 
 import lightning_tieroffload as tieroffload
+from lightning_tieroffload.engine import offload_engine
 from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError
 
@@ -219,6 +220,7 @@ import torch
 import test_cases_sto as t
 from fakes import mlp
 from pathlib import Path
+from lightning_tieroffload.engine import offload_engine
 from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.errors import TierOffloadError
 
@@ -387,6 +389,7 @@ import torch
 import test_cases_sto as t
 from fakes import mlp
 from pathlib import Path
+from lightning_tieroffload.engine import offload_engine
 from lightning_tieroffload.engine.offload_engine import engine_of
 
 path = Path(sys.argv[1])
@@ -448,3 +451,32 @@ def test_reports_say_what_it_costs_the_drive(tmp_path: Path, monkeypatch: pytest
     assert entry["written_per_step_nbytes"] == entry["written_nbytes"] / 4
     assert entry["rated_nbytes"] == 2 * 10**14
     assert entry["life_left_s"] > 0
+
+
+def test_a_large_model_asks_the_probe_and_what_is_chosen_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones do not wait for it; a budget of writes forbids to measure."""
+    asked: list[bool] = []
+
+    def settings(paths: Any, *, may_measure: bool) -> tuple[int, int] | None:
+        asked.append(may_measure)
+        return (8192, 3) if may_measure else None
+
+    monkeypatch.setattr(offload_engine, "probe_settings", settings)
+
+    def in_force(**chosen: Any) -> tuple[int, int]:
+        model = mlp(2)
+        tieroffload.offload(model, None, device="cpu", nvme_paths=[tmp_path], **chosen)
+        core = engine_of(model).core
+        threads = core.scheduler._core.lanes["read0"].spec.concurrency
+        engine_of(model).close()
+        return core.store.block_nbytes, threads
+
+    assert in_force() == (4 << 20, 8)
+    assert asked == []
+    monkeypatch.setattr(offload_engine, "_PROBE_FROM_NBYTES", 1)
+    assert in_force() == (8192, 3)
+    assert in_force(io_threads=5) == (8192, 5)
+    assert in_force(block_nbytes="16KiB", io_threads=5) == (16384, 5)
+    assert asked == [True, True]
+    assert in_force(nvme_write_budget="1GiB") == (4 << 20, 8)
+    assert asked == [True, True, False]

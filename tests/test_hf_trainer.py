@@ -266,7 +266,7 @@ def test_the_report_is_written_when_training_ends(tmp_path: Path) -> None:
     train(True, tmp_path / "out", config={**STARVED, "trace_path": str(tmp_path / "trace")})
     report = json.loads((tmp_path / "trace" / "report.json").read_text())
     assert report["num_steps"] == 6
-    assert json.loads((tmp_path / "trace" / "plan.json").read_text()) == report["plan"]
+    assert json.loads((tmp_path / "trace" / "plan.json").read_text())["forecast"] == report["forecast"]
 
 
 def test_one_device_is_counted_where_many_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

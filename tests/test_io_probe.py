@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -26,7 +27,7 @@ from lightning_tieroffload.io.endurance import (
     read_health,
 )
 from lightning_tieroffload.io.link_probe import probe_links
-from lightning_tieroffload.io.probe import ProbeRow, choose_row, compare_store, probe_path, threads_for
+from lightning_tieroffload.io.probe import ProbeRow, choose_row, compare_store, probe_path, probe_settings, threads_for
 from lightning_tieroffload.sizes import GiB, KiB, MiB, TiB
 
 REPO = Path(__file__).parents[1]
@@ -92,6 +93,25 @@ def test_cfg_02_damaged_or_unwritable_cache_does_not_matter(
     assert not probe_path(tmp_path / "nvme", cache_file=kept, **SMALL).from_file
     assert probe_path(tmp_path / "nvme", cache_file=kept, **SMALL).from_file
     probe_path(tmp_path / "nvme", cache_file="/proc/cannot/be/made/probe.json", **SMALL)
+
+
+def test_settings_come_from_kept_probes_or_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What suits the neediest path; nothing where one is not known and nobody may measure, or it cannot be."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    paths = [tmp_path / "a", tmp_path / "b"]
+    assert probe_settings(paths, may_measure=False) is None
+    rates = itertools.cycle([1.0, 2.0, 3.0])
+    monkeypatch.setattr(probe, "_run_bare", lambda *_: next(rates))
+    monkeypatch.setattr(probe, "_fill", lambda *_: None)
+    block_nbytes, io_threads = probe_settings(paths, may_measure=True) or pytest.fail("must measure")
+    assert block_nbytes in probe.BLOCKS_NBYTES
+    assert io_threads in [threads_for(depth) for depth in probe.DEPTHS]
+    monkeypatch.setattr(probe, "_run_bare", lambda *_: pytest.fail("must not measure again"))
+    assert probe_settings(paths, may_measure=False) == (block_nbytes, io_threads)
+    assert probe_settings(paths, may_measure=True) == (block_nbytes, io_threads)
+    (tmp_path / "file").write_text("x")
+    assert probe_settings([tmp_path / "file"], may_measure=True) is None
+    assert sorted(os.listdir(tmp_path / "a")) == []
 
 
 @pytest.mark.parametrize("verify_reads", [True, False])

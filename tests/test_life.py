@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from loopkit import mlp
 from torch import nn
 
 from lightning_tieroffload import engine_of, offload
+from lightning_tieroffload.engine.optimizer import Updates
 from lightning_tieroffload.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "device_budget": 3 * 16640, "dram_budget": "1GiB", "debug": ["poison"]}
@@ -119,3 +121,38 @@ def test_attaching_again_with_other_settings_is_an_error_that_names_them() -> No
     offload(model, optimizer, **{**SETTINGS, "device_budget": 100_000})
     assert engine_of(model).report()["tiers"]["device"]["budget_nbytes"] == 100_000
     engine_of(model).close()
+
+
+def test_update_that_runs_while_dynamo_compiles_has_the_plain_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.compiler.is_compiling()`` is one flag for all threads, and torch's optimizers look at it."""
+    original = Updates._run_torch
+    seen: list[bool] = []
+
+    def late(self: Updates, *arguments: Any) -> None:
+        time.sleep(0.05)  # dynamo begins meanwhile, if it is not kept from it
+        seen.append(torch.compiler.is_compiling())
+        original(self, *arguments)
+
+    def train(is_ours: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        seed_all(0)
+        model = mlp(3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if is_ours:
+            offload(model, optimizer, **SETTINGS)
+        for layer in (0, 2, 4):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 64)) ** 2).mean().backward()
+            optimizer.step()
+            model[layer].compile(backend="eager")
+        model(torch.ones(4, 64))
+        if is_ours:
+            _close(model)
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = train(False)
+    monkeypatch.setattr(Updates, "_run_torch", late)
+    actual = train(True)
+    assert all(same_bits(a, b) for a, b in zip(expected, actual, strict=True))
+    assert len(seen) >= 9
+    assert not any(seen)

@@ -19,6 +19,7 @@ from toys import SLOW_STORE, InfiniteAt, assert_same, mlp, rng_states, samples, 
 import lightning_tieroffload
 from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.errors import ConfigError, UnsupportedError
+from lightning_tieroffload.planning.plan import Plan
 from lightning_tieroffload.strategies.lightning_strategy import strategy_class
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -578,8 +579,9 @@ def test_wrong_settings_are_refused_by_the_constructor() -> None:
 def test_report_and_plan_are_written(tmp_path: Path) -> None:
     fit(FAMILIES[0], True, config={**SLOW_STORE, "trace_path": str(tmp_path / "run")})
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert plan == report["plan"]
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.forecast.to_json() == report["forecast"]
+    assert {line["unit"] for line in report["plan"]["units"]} < {line.name for line in plan.units}
     assert report["num_steps"] == 6
 
 

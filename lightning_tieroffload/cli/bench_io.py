@@ -17,7 +17,15 @@ from lightning_tieroffload.errors import ConfigError
 from lightning_tieroffload.io.direct_file import filesystem_of
 from lightning_tieroffload.io.endurance import forecast, rated_nbytes_of_tbw, read_health
 from lightning_tieroffload.io.link_probe import LinkRates, probe_links
-from lightning_tieroffload.io.probe import PathProbe, StoreComparison, compare_store, probe_path
+from lightning_tieroffload.io.probe import (
+    BLOCKS_NBYTES,
+    DEPTHS,
+    PathProbe,
+    StoreComparison,
+    compare_store,
+    kept_probes_file,
+    probe_path,
+)
 from lightning_tieroffload.sizes import MiB, format_nbytes, parse_nbytes
 
 __all__ = ["bench_io", "measure_io"]
@@ -26,14 +34,24 @@ __all__ = ["bench_io", "measure_io"]
 def measure_io(
     path: Path,
     *,
-    block_nbytes: tuple[int, ...] = (1 * MiB, 4 * MiB, 16 * MiB),
-    depths: tuple[int, ...] = (1, 2, 4, 8),
+    block_nbytes: tuple[int, ...] = BLOCKS_NBYTES,
+    depths: tuple[int, ...] = DEPTHS,
     file_nbytes: int = 256 * MiB,
     cell_s: float = 0.15,
 ) -> tuple[PathProbe, StoreComparison]:
-    """The table of a path, and the store beside the bare loop with the block and threads that an engine would use."""
+    """The table of a path, and the store beside the bare loop with the block and threads that an engine would use.
+
+    The whole table is kept for engines to come, which ask for that one.
+    """
     probe = probe_path(
-        path, block_nbytes=block_nbytes, depths=depths, file_nbytes=file_nbytes, cell_s=cell_s, with_store=True
+        path,
+        block_nbytes=block_nbytes,
+        depths=depths,
+        file_nbytes=file_nbytes,
+        cell_s=cell_s,
+        cache_file=kept_probes_file() if (block_nbytes, depths) == (BLOCKS_NBYTES, DEPTHS) else None,
+        fresh=True,
+        with_store=True,
     )
     store = compare_store(path, block_nbytes=probe.block_nbytes, io_threads=probe.io_threads, nbytes=file_nbytes)
     return probe, store

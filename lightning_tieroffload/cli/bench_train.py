@@ -43,6 +43,9 @@ def bench_train(
     amp: str = typer.Option("bf16-mixed", help="bf16-mixed or 32."),
     cap: str = typer.Option("", help="Most device memory that the process may allocate, e.g. 24GiB."),
     against: str = typer.Option("", help="'resident' runs the same job without offloading too."),
+    recompute: bool = typer.Option(
+        True, help="Each layer checkpoints itself; without, its activations are the settings' business."
+    ),
     seed: int = typer.Option(0, help="Seed of weights and data."),
     deterministic: bool = typer.Option(False, help="Use torch's deterministic algorithms, to compare runs bit by bit."),
     as_json: bool = typer.Option(False, "--json", help="Only the JSON lines."),
@@ -62,7 +65,7 @@ def bench_train(
         )
     job: dict[str, Any] = {
         "size": model_size, "batch": batch, "seq": seq, "steps": steps, "warmup": warmup, "grad_accum": grad_accum,
-        "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed,
+        "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed, "recompute": recompute,
         "deterministic": deterministic, "config": config.to_json(),
     }  # fmt: skip
     ours = _in_a_process(job)
@@ -139,6 +142,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     shape = LLAMA_SIZES[job["size"]]
     start_s = time.perf_counter()
     model = LlamaShape.with_random_weights(shape, max_length=job["seq"], seed=job["seed"], device=device)
+    model.recompute = job.get("recompute", True)
     generator = torch.Generator().manual_seed(job["seed"] + 1)
     num_steps = job["warmup"] + job["steps"]
     data = torch.randint(

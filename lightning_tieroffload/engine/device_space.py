@@ -78,6 +78,7 @@ class DeviceSpace:
         self.moved_nbytes = {"h2d": 0, "d2h": 0, "read": 0, "write": 0}
         self.stall_s = {"h2d": 0.0, "d2h": 0.0, "read": 0.0, "write": 0.0, "update": 0.0}
         self.is_worker: Callable[[], bool] = lambda: False  # whether the calling thread is one of the engine's own
+        self.on_saved: Callable[[torch.Tensor], None] | None = None  # told of each saved tensor that is no parameter
         self.num_prefetch_misses = 0
         self.num_fetches = 0
         self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed)
@@ -108,6 +109,11 @@ class DeviceSpace:
     @property
     def units(self) -> list[UnitState]:
         return list(self._unit_at.values())
+
+    @property
+    def streams(self) -> Streams:
+        """Who copies; for what is no unit's (the profiler's probe)."""
+        return self._streams
 
     def make_activation_store(
         self, is_excluded: Callable[[int], bool], headroom_nbytes: Callable[[], int], *, must_fit: bool

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Gradients:
         self._tasks: set[int] = set()
         self._open: list[UnitState] = []  # units with born gradients
         self.norm_types: set[float] = set()
+        self.on_end: Callable[[], None] | None = None  # called when a backward has ended
         self.charged_nbytes = 0  # of gradients in autograd's field
         # Gradients kept on the device, and what each is charged; a dropped model's go with it.
         self._kept: weakref.WeakKeyDictionary[ParamSlot, int] = weakref.WeakKeyDictionary()
@@ -75,6 +76,8 @@ class Gradients:
             self._tasks.discard(task)
             self._wire.num_passes += 1
             self.settle_all()
+        if self.on_end is not None:
+            self.on_end()
 
     def on_unpack(self, part: Part) -> None:
         """Backward is about to read a part's parameters."""

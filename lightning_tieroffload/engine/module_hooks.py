@@ -28,6 +28,8 @@ from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.order import Phase
 from lightning_tieroffload.engine.params import ParamSlot
+from lightning_tieroffload.engine.planner import Planner
+from lightning_tieroffload.engine.profiler import Profiler
 from lightning_tieroffload.engine.recompute import Recompute, Region
 from lightning_tieroffload.engine.saved import hooks_are_ours, pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import Part, UnitState
@@ -52,13 +54,15 @@ def _outside_transforms() -> Iterator[None]:
 
 
 class _Frame:
-    __slots__ = ("has_pushed", "module", "opened", "region")
+    __slots__ = ("error", "has_pushed", "is_profiled", "module", "opened", "region")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.opened: list[tuple[UnitState, list[Part]]] = []
         self.has_pushed = False
         self.region: Region | None = None
+        self.is_profiled = False
+        self.error = sys.exc_info()[1]  # that is being handled already
 
 
 def _frame_of_caller() -> FrameType:
@@ -83,6 +87,14 @@ class _Cleaner:
         for table in self.tables:
             for key in [k for k, hook in table.items() if hook is _inert]:
                 del table[key]
+
+
+def _largest_numel(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, dict):
+        value = list(value.values())
+    return max((_largest_numel(item) for item in value), default=0) if isinstance(value, (list, tuple)) else 0
 
 
 class _Hook:
@@ -127,10 +139,14 @@ class ModuleHooks:
         activations: ActivationStore,
         *,
         offloads_all: bool,
+        profiler: Profiler,
+        planner: Planner,
     ) -> None:
         self._space = space
         self._gradients = gradients
         self._activations = activations
+        self._profiler = profiler
+        self._planner = planner
         self._everywhere = activations if offloads_all else None
         self._recompute: dict[UnitState, Recompute] = {}
         self._watch = watch  # called when a unit opens with gradients on: registers what is missing
@@ -160,12 +176,26 @@ class ModuleHooks:
             for unit in units:
                 self._watch(unit)
                 if unit.root is module and not again:
+                    if unit.index == self._planner.first_unit:
+                        self._planner.on_batch(_largest_numel((args, kwargs)))
                     if unit.choice.activation is ActivationChoice.RECOMPUTE:
                         region = self._begin_region(frame, unit, args, kwargs or {})
                     elif unit.choice.activation is ActivationChoice.OFFLOAD_DRAM:
                         store = self._activations
+            if self._profiler.is_on:
+                self._profile(frame, units, args, kwargs, again)
             pair = (region.pack, region.unpack) if region is not None else None
             frame.has_pushed = push_hooks(self._space, self._gradients.on_unpack, store, pair)
+
+    def _profile(self, frame: _Frame, units: Sequence[UnitState], args: Any, kwargs: Any, again: bool) -> None:
+        """A unit's time is that of its root; what has no root counts where no unit around it does."""
+        own = next((unit for unit in units if unit.root is frame.module), None)
+        is_inside = any(other.is_profiled for other in self._frames())
+        if own is None and not is_inside:
+            own = next(iter(units), None)
+        if own is not None and (again or not self._gradients.in_backward()):
+            frame.is_profiled = True
+            self._profiler.enter(own, (args, kwargs), is_rerun=again)
 
     def _taint_regions(self) -> None:
         """A checkpoint of the model's own inside a recomputed unit: two of them nested would save nothing."""
@@ -201,11 +231,17 @@ class ModuleHooks:
         if choice is ActivationChoice.OFFLOAD_DRAM:
             return "offload"
         if choice is ActivationChoice.RECOMPUTE and unit in self._recompute:
-            recompute = self._recompute[unit]
-            why = recompute.why_refused or (recompute.why_not_now if recompute.num_dropped == 0 else None)
+            why = self.why_not_recompute(unit)
             if why is not None:
                 return f"keep ({why})"
         return str(choice.value)
+
+    def why_not_recompute(self, unit: UnitState) -> str | None:
+        """Why a unit that is to recompute keeps its activations; None where it does, or is not this engine's."""
+        recompute = self._recompute.get(unit)
+        if recompute is None:
+            return None
+        return recompute.why_refused or (recompute.why_not_now if recompute.num_dropped == 0 else None)
 
     def _run_again(self, module: nn.Module, units: Sequence[UnitState], args: Any, kwargs: Any) -> None:
         try:
@@ -256,6 +292,11 @@ class ModuleHooks:
         if not frames or frames[-1].module is not module:
             return  # our hook before forward never ran (another one raised first)
         frame = frames.pop()
+        if frame.is_profiled:
+            self._profiler.leave(result)
+        error = sys.exc_info()[1] if result is None and not frames else None
+        if isinstance(error, torch.OutOfMemoryError) and error is not frame.error:
+            self._planner.on_out_of_memory()
         with self._unwatched():
             self._close(frame, is_whole=result is not None)  # there is no result after an exception
 

@@ -43,6 +43,8 @@ from lightning_tieroffload.engine.params import (
     set_raw_data,
     set_raw_grad,
 )
+from lightning_tieroffload.engine.planner import Placement, Planner, homes_of
+from lightning_tieroffload.engine.profiler import Profiler
 from lightning_tieroffload.engine.reach import inner_optimizers
 from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import CAUTIOUS, GradPlace, UnitState
@@ -58,9 +60,10 @@ from lightning_tieroffload.errors import (
 from lightning_tieroffload.io.endurance import EnduranceMeter
 from lightning_tieroffload.io.extent_store import ExtentStore
 from lightning_tieroffload.io.nvme_mover import NvmeMover
+from lightning_tieroffload.io.probe import probe_settings
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
-from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice
-from lightning_tieroffload.sizes import MiB, format_nbytes, round_up
+from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, UpdatePlace
+from lightning_tieroffload.sizes import GiB, MiB, format_nbytes, round_up
 
 __all__ = ["OffloadEngine", "engine_of", "spec_nbytes"]
 
@@ -68,6 +71,7 @@ _log = logging.getLogger(__name__)
 _UPDATE_LANE = "update"
 _IO_THREADS = 8  # four calls under way keep a disk busy; four threads more hash and wait meanwhile (log.md)
 _BLOCK_NBYTES = 4 * MiB
+_PROBE_FROM_NBYTES = 1 * GiB  # of weights
 _PAGE_NBYTES = 4096
 _SCALARS_NBYTES = 8  # what a class keeps beside tensors of a parameter's shape (``step``)
 
@@ -100,6 +104,7 @@ class _Core:
         )
         self.wire = Wire(self.space)
         torch_patches.when_autocast_ends(self.wire.drop_casts)
+        torch_patches.before_compiling(self._finish_updates)
         self.gradients = Gradients(self.space, self.wire)
         self.place = _placer(device)
         self.state_estimate_nbytes = 0  # of every adopted optimizer whose class is known
@@ -119,14 +124,14 @@ class _Core:
         self.store: ExtentStore | None = None
         self._drives = EnduranceMeter(())
         if config.nvme_paths:
+            block_nbytes, io_threads = _io_settings(config, adopted_nbytes)
             self.store = ExtentStore(
                 config.nvme_paths,
-                block_nbytes=_BLOCK_NBYTES if config.block_nbytes == "auto" else config.block_nbytes,
+                block_nbytes=block_nbytes,
                 max_nbytes=budgets.nvme_nbytes,
                 verify_reads=config.verify_reads,
                 write_budget_nbytes=config.nvme_write_budget,
             )
-            io_threads = _IO_THREADS if config.io_threads == "auto" else config.io_threads
             self._drives = EnduranceMeter(self.store.paths)
             lanes += [PAGES_LANE, *NvmeMover.lane_specs(len(self.store.paths), io_threads=io_threads)]
         self.scheduler = Scheduler(lanes, timeout_s=config.io_timeout_s, debug_seed=delays)
@@ -146,6 +151,23 @@ class _Core:
         )
         self._planned_for: Any = None
         self.updates.before_step = self._before_step
+        self.profiler = Profiler(
+            device,
+            stalled_s=lambda: sum(self.space.stall_s.values()),
+            is_excluded=lambda storage: storage in self.kept_storages or storage in self.space.by_storage,
+        )
+        self.planner = Planner(
+            config,
+            self.space,
+            self.profiler,
+            placements=self.placements,
+            state_nbytes=self._unit_state_nbytes,
+            apply=self.apply,
+            can_offload=lambda: self.store is None or self.activation_nbytes > 0,
+            why_not_recompute=self._why_not_recompute,
+        )
+        self.updates.on_step = self.planner.on_step
+        self.gradients.on_end = self.profiler.end_backward
         self.engines: list[weakref.ref[OffloadEngine]] = []
 
     def _optimizer_kernel(self) -> str:
@@ -157,10 +179,14 @@ class _Core:
             )
         return "numba" if update_on == "device" else kernel
 
+    def _updates_on_device(self) -> bool:
+        update_on = self.config.update_on
+        is_wanted = update_on == "device" or (update_on == "auto" and self.device.type != "cpu")
+        return is_wanted and self.updates.kernel != "torch"
+
     def _plan_homes(self) -> None:
         """Between two steps: what stays on the device where there is room. Called under the residency lock."""
-        update_on = self.config.update_on
-        if update_on == "cpu" or (update_on == "auto" and self.device.type == "cpu") or self.updates.kernel == "torch":
+        if not self._updates_on_device():
             return
         units = self.space.units
         key = tuple((unit.index, unit.wire_state, unit.grad_nbytes) for unit in units)
@@ -182,6 +208,46 @@ class _Core:
             with self.space.lock:
                 self.space.host.note_beside(engine._dram_nbytes() - self.space.host.used_nbytes)
 
+    # ------------------------------------------------------------------------------------------------- the plan
+    def placements(self, unit: UnitState) -> set[Placement]:
+        """What a plan may choose for a unit: what the engine can realise between two steps. A line each.
+
+        What is at home on flash stays there. Parameters that stream are left on the device where there is room ("at
+        home there"), which takes no moving: the home copy in DRAM is there all the same.
+        """
+        now = homes_of(unit.choice)
+        if Tier.NVME in now[:3]:
+            return {now}
+        found: set[Placement] = {(home, Tier.DRAM, Tier.DRAM, UpdatePlace.CPU) for home in (Tier.DEVICE, Tier.DRAM)}
+        if self._updates_on_device() and unit.grad_nbytes and not unit.is_paged:
+            found.add((Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, UpdatePlace.DEVICE))
+        return found | {now}
+
+    @staticmethod
+    def apply(unit: UnitState, choice: Choice) -> None:
+        """Give a unit its line of the plan. Whatever ``placements`` allows and needs moving is moved here."""
+        unit.choice = choice
+
+    def _why_not_recompute(self, unit: UnitState) -> str | None:
+        found = [e._hooks.why_not_recompute(unit) for ref in self.engines if (e := ref()) is not None]
+        return next((why for why in found if why is not None), None)
+
+    def _unit_state_nbytes(self, unit: UnitState) -> int:
+        params = {id(slot.param) for slot in unit.slots}
+        return sum(
+            value.nbytes
+            for optimizer in self._adopted()
+            for p, entry in list(dict.items(optimizer.state))
+            if id(p) in params and isinstance(entry, dict)
+            for value in list(entry.values())
+            if isinstance(value, torch.Tensor)
+        )
+
+    def _adopted(self) -> list[Optimizer]:
+        engines = [engine for ref in self.engines if (engine := ref()) is not None]
+        return [optimizer for engine in engines for ref in engine._optimizers if (optimizer := ref()) is not None]
+
+    # ------------------------------------------------------------------------------------------------- updates
     def _submit_update(
         self,
         work: Callable[[], None],
@@ -191,6 +257,8 @@ class _Core:
         after: Sequence[Any],
         announce: Callable[[Any], object],
     ) -> Any:
+        if self.profiler.is_on:
+            work = self._timed(work, label)
         ticket = self.scheduler.submit(
             _UPDATE_LANE, work, label=label, priority=priority, after=after, announce=announce
         )
@@ -202,9 +270,27 @@ class _Core:
         """From an update's own thread: what need not be over when the next forward comes."""
         return self.scheduler.submit(_UPDATE_LANE, work, label=label, priority=priority)
 
+    def _finish_updates(self) -> None:
+        """Wait until no update runs. What one failed with is raised where it would be anyway."""
+        if not self.scheduler.owns_this_thread():
+            with contextlib.suppress(TransferTimeoutError):
+                self.scheduler.settle()
+
     @property
     def num_open(self) -> int:
         return sum(1 for ref in self.engines if ref() is not None)
+
+    def _timed(self, work: Callable[[], None], label: str) -> Callable[[], None]:
+        numel = next(
+            (sum(slot.numel for slot in u.slots) for u in self.space.units if label == f"update ({u.name})"), 0
+        )
+
+        def timed() -> None:
+            start_s = time.perf_counter()
+            work()
+            self.profiler.updated(numel, time.perf_counter() - start_s)
+
+        return timed
 
     def _dram_headroom_nbytes(self) -> int:
         """What activations may still map: the budget less what homes, gradients and optimizer state hold or will."""
@@ -232,8 +318,10 @@ class _Core:
         least_nbytes = least_room_nbytes(needs)
         # Where everything fits nothing competes with activations for DRAM.
         self.activation_nbytes = (room_nbytes - least_nbytes) // (2 if least_nbytes else 1)
-        if self.config.activations == "offload" and least_nbytes:
+        if least_nbytes and self.config.activations == "offload":
             room_nbytes -= self.activation_nbytes
+        elif least_nbytes:
+            self.activation_nbytes = 0  # DRAM is what flash is short of: a plan recomputes instead
         self.space.host.room_nbytes = room_nbytes
         for unit, need in zip(units, needs, strict=False):  # the new ones come last
             if need.choice != unit.choice:
@@ -273,6 +361,22 @@ class _Core:
             stack.callback(self.activations.close)
             stack.callback(self.space.close)
             stack.callback(self.updates.close)
+
+
+def _io_settings(config: TierOffloadConfig, adopted_nbytes: int) -> tuple[int, int]:
+    """``block_nbytes`` and ``io_threads``: as chosen, else as the disks were probed, else what suits most.
+
+    A small model is trained before a probe would be done, and a budget of writes is not for measuring.
+    """
+    block_nbytes, io_threads = _BLOCK_NBYTES, _IO_THREADS
+    if adopted_nbytes >= _PROBE_FROM_NBYTES and "auto" in (config.block_nbytes, config.io_threads):
+        probed = probe_settings(config.nvme_paths, may_measure=config.nvme_write_budget is None)
+        block_nbytes, io_threads = probed or (block_nbytes, io_threads)
+        _log.info("block_nbytes=%d, io_threads=%d (%s)", block_nbytes, io_threads, "probed" if probed else "not probed")
+    return (
+        block_nbytes if config.block_nbytes == "auto" else config.block_nbytes,
+        io_threads if config.io_threads == "auto" else config.io_threads,
+    )
 
 
 def _find_kernel(cls: type, group: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -371,6 +475,8 @@ class OffloadEngine:
             self._watch_unit,
             core.activations,
             offloads_all=config.activations == "offload",
+            profiler=core.profiler,
+            planner=core.planner,
         )
 
     # ------------------------------------------------------------------------------------------------- attach
@@ -463,6 +569,10 @@ class OffloadEngine:
             if not isinstance(module, torch.jit.ScriptModule):  # takes no such hooks, and holds nothing that is managed
                 self._hooks.bracket_state_dict(module)
         self._hook_modules(model, wrapper_of)
+        if self.core.num_open == 1 and self.core.planner.plan is None:
+            if self.config.plan_file is not None:
+                self.core.planner.use_plan_file(self.config.plan_file)
+            self.core.planner.start()
 
     def _take_unit(self, spec: UnitSpec, wrapper_of: dict[int, nn.Module], choice: Choice) -> None:
         params = [(name, p) for name, p in spec.params if managed_slot(p) is None]
@@ -1023,7 +1133,7 @@ class OffloadEngine:
                 "num_steps": self.updates.num_steps,
                 "num_unit_updates": dict(self.updates.num_unit_updates),
                 "num_prefetch_misses": self.space.num_prefetch_misses,
-                "forecast": {"step_s": None, "device_peak_nbytes": None, "bottleneck": None},
+                "forecast": self.core.planner.forecast(),
                 "plan": self.plan(),
                 "written_nbytes_by_path": store.written_nbytes_by_path if store is not None else {},
                 "io_mode_by_path": store.mode_by_path if store is not None else {},
@@ -1033,9 +1143,13 @@ class OffloadEngine:
 
     def plan(self) -> dict[str, Any]:
         """Where each unit's state is at home, and the settings in force."""
+        made = self.core.planner.plan
         return {
             "optimizer_kernel": self.updates.kernel,
             "prefetch_units": self.space.prefetch_units,
+            "planner": None if made is None else made.planner,
+            "note": None if made is None else made.note,
+            "num_plans": self.core.planner.num_plans,
             "units": [
                 {
                     "unit": unit.name,
@@ -1052,6 +1166,12 @@ class OffloadEngine:
             ],
             "unmanaged": [{"name": n, "reason": r, "nbytes": b} for n, r, b in self._unmanaged],
         }
+
+    def planned(self) -> dict[str, Any]:
+        """The plan and the profile that it was made of, as the JSON of the files that can be read again."""
+        planner = self.core.planner
+        made = {"plan.json": planner.plan, "profile.json": planner.profile}
+        return {name: each.to_json() for name, each in made.items() if each is not None}
 
     def plan_table(self) -> Any:
         """The plan as a ``rich`` table."""
@@ -1160,8 +1280,6 @@ _FINISHED = {
     "update_on": ("auto", "cpu", "device"),
     "state_dtype": ("fp32",),
     "master_weights": ("as_given",),
-    "plan_file": (None,),
-    "planner": ("ilp",),  # the default; there is one policy so far
 }
 
 

@@ -558,6 +558,7 @@ class Updates:
         self.num_steps = 0
         self.num_unit_updates = {"cpu": 0, "device": 0}
         self._step_at_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS + 1)
+        self.on_step: Callable[[], None] | None = None  # called between two steps, with no lock held
         self._first_optimizer: int | None = None
         self._stepping: tuple[int, type, frozenset[ParamSlot]] | None = None  # whose step runs on host tensors now
 
@@ -571,6 +572,8 @@ class Updates:
         if self._first_optimizer == id(raw):
             self.num_steps += 1
             self._step_at_s.append(time.perf_counter())
+            if self.on_step is not None:
+                self.on_step()
 
     # ------------------------------------------------------------------------------------------------------- step
     def step(self, raw: Optimizer, cls: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

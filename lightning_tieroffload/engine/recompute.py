@@ -48,6 +48,7 @@ _COUNTING_NORMS = frozenset(
     {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d}
 )
 _VALUES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size, torch.layout)
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 # What it holds is looked at elsewhere, or never matters.
 _STATELESS = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, logging.Logger)
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -289,11 +290,13 @@ class _Again:
         parts: list[Any] = []
         with torch._C.DisableTorchFunctionSubclass():
             for module in self._modules:
-                parts.append([(k, _token(v, self._depth, seen)) for k, v in _attributes(module).items()])
-                parts.append([(k, _token(v, 1, seen)) for k, v in module._parameters.items()])
-                if not _counts(module):
-                    parts.append([(k, _token(v, 1, seen)) for k, v in module._buffers.items()])
-                parts.append([(k, id(v)) for k, v in module._modules.items()])
+                for name, value in vars(module).items():
+                    if name not in _NOT_STATE:  # plain values as they are: this runs three times a call
+                        parts.append(name)
+                        parts.append(value if type(value) in _PLAIN else _token(value, self._depth, seen))
+                held: list[Any] = [module._parameters] if _counts(module) else [module._parameters, module._buffers]
+                parts += [(name, _token(t, 1, seen)) for table in held for name, t in table.items()]
+                parts += [(name, id(child)) for name, child in module._modules.items()]
             parts += [_token(read(), self._depth, seen) for read in self._owner.outside]
         return parts
 
@@ -408,6 +411,8 @@ class Region:
             self.watch.__enter__()  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: torch.Tensor) -> _Packed:
+        if self._owner.on_saved is not None:
+            self._owner.on_saved(tensor)
         packed = _Packed(self._pack(tensor), tensor)
         self._packed.append(packed)
         return packed
@@ -502,6 +507,10 @@ class Recompute:
         self._space = space
         self._on_refused = on_refused
         self._known: list[nn.Module] = []
+
+    @property
+    def on_saved(self) -> Callable[[torch.Tensor], None] | None:
+        return self._space.on_saved
 
     def accept(self) -> None:
         self.is_accepted = self.why_refused is None

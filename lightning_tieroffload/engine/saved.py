@@ -104,6 +104,7 @@ class SavedHooks:
         outer: Pair | None,
         activations: ActivationStore | None = None,
     ) -> None:
+        self._space = space
         self._by_storage = space.by_storage
         self._lock = space.lock
         self._on_unpack = on_unpack
@@ -124,6 +125,8 @@ class SavedHooks:
             return _SavedView(part, part.slot_at(offset), tensor)
         if self._outer is not None:
             return _Outer(self._outer[0](tensor), self._outer[1])
+        if self._space.on_saved is not None:
+            self._space.on_saved(tensor)
         if self._activations is not None:
             offloaded = self._activations.pack(tensor)
             if offloaded is not None:

@@ -18,14 +18,25 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from lightning_tieroffload.errors import TransferTimeoutError
 from lightning_tieroffload.sizes import format_nbytes
 
-__all__ = ["LANDED", "CopyTicket", "CudaStreams", "DelayedStreams", "HostStreams", "Pairs", "Streams", "make_streams"]
+__all__ = [
+    "LANDED",
+    "CopyTicket",
+    "CudaStreams",
+    "DelayedStreams",
+    "HostStreams",
+    "Marks",
+    "Pairs",
+    "Streams",
+    "make_marks",
+    "make_streams",
+]
 
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 2e-3
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source), same shape and dtype
@@ -310,3 +321,50 @@ def make_streams(
     if device.type == "cuda":
         return CudaStreams(device, on_stall)
     return DelayedStreams(delay_seed) if delay_seed is not None else HostStreams(on_stall)
+
+
+class Marks(Protocol):
+    """Points in compute's time. ``settle`` before asking for seconds."""
+
+    def mark(self) -> Any: ...
+    def settle(self) -> None: ...
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+
+class _HostMarks:
+    """Compute is this thread: its clock, less what the engine's own copies took of it."""
+
+    def __init__(self, stalled_s: Callable[[], float]) -> None:
+        self._stalled_s = stalled_s
+
+    def mark(self) -> float:
+        return time.perf_counter() - self._stalled_s()
+
+    def settle(self) -> None:
+        return None
+
+    def seconds(self, start: float, end: float) -> float:
+        return max(0.0, end - start)
+
+
+class _CudaMarks:
+    """Events on the stream that computes; they wait for nobody."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return max(0.0, float(start.elapsed_time(end)) / 1e3)
+
+
+def make_marks(device: torch.device, stalled_s: Callable[[], float]) -> Marks:
+    """The clock of compute on ``device``."""
+    return _CudaMarks(device) if device.type == "cuda" else _HostMarks(stalled_s)

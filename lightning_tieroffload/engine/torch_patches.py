@@ -23,7 +23,7 @@ from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.unit_state import Factor
 from lightning_tieroffload.errors import UnsupportedError
 
-__all__ = ["install", "uninstall", "when_autocast_ends"]
+__all__ = ["before_compiling", "install", "uninstall", "when_autocast_ends"]
 
 _lock = threading.Lock()
 _originals: dict[tuple[Any, str], Any] = {}
@@ -241,23 +241,51 @@ def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     return _unscale_grads_
 
 
-_on_clear: list[weakref.WeakMethod[Callable[[], None]]] = []
+_Calls = list[weakref.WeakMethod[Callable[[], None]]]
+_on_clear: _Calls = []
+_on_compile: _Calls = []
+
+
+def _add(calls: _Calls, call: Callable[[], None]) -> None:
+    with _lock:
+        calls[:] = [*(ref for ref in calls if ref() is not None), weakref.WeakMethod(call)]
+
+
+def _call_all(calls: _Calls) -> None:
+    for ref in list(calls):
+        call = ref()
+        if call is not None:
+            call()
 
 
 def when_autocast_ends(call: Callable[[], None]) -> None:
     """Call a bound method, held weakly, whenever autocast empties its cache (its outermost context ends)."""
-    with _lock:
-        _on_clear[:] = [*(ref for ref in _on_clear if ref() is not None), weakref.WeakMethod(call)]
+    _add(_on_clear, call)
+
+
+def before_compiling(call: Callable[[], None]) -> None:
+    """Call a bound method, held weakly, before dynamo compiles something.
+
+    While it does ``torch.compiler.is_compiling()`` is true in every thread, and torch's optimizers then compute with
+    tensors where they compute with Python numbers otherwise: other bits.
+    """
+    _add(_on_compile, call)
+
+
+def _wrap_compile_session(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _compile_session_context() -> Any:
+        _call_all(_on_compile)
+        return original()
+
+    return _compile_session_context
 
 
 def _wrap_clear_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clear_autocast_cache() -> None:
         original()
-        for ref in list(_on_clear):
-            call = ref()
-            if call is not None:
-                call()
+        _call_all(_on_clear)
 
     return clear_autocast_cache
 
@@ -341,6 +369,7 @@ def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callab
     yield torch.amp.GradScaler, "_unscale_grads_", _wrap_unscale
     yield torch, "clear_autocast_cache", _wrap_clear_cache
     yield torch.utils, "swap_tensors", _wrap_exchange
+    yield torch.compiler, "_compile_session_context", _wrap_compile_session
     yield nn.Parameter, "__new__", _wrap_new_parameter
 
 

@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_tieroffload.errors import TierIOError
+from lightning_tieroffload.errors import TierIOError, TierOffloadError
 from lightning_tieroffload.io.checksum import CHECKSUM_NAME
-from lightning_tieroffload.io.direct_file import DirectFile
+from lightning_tieroffload.io.direct_file import DirectFile, filesystem_of
 from lightning_tieroffload.io.endurance import device_of
 from lightning_tieroffload.io.extent_store import ExtentStore
 from lightning_tieroffload.io.nvme_mover import NvmeMover
@@ -35,7 +35,19 @@ from lightning_tieroffload.io.run_directory import RunDirectory, prepare_path, r
 from lightning_tieroffload.io.scheduler import Scheduler, TransferTicket
 from lightning_tieroffload.sizes import MiB, round_up
 
-__all__ = ["PathProbe", "ProbeRow", "StoreComparison", "choose_row", "compare_store", "probe_path", "threads_for"]
+__all__ = [
+    "BLOCKS_NBYTES",
+    "DEPTHS",
+    "PathProbe",
+    "ProbeRow",
+    "StoreComparison",
+    "choose_row",
+    "compare_store",
+    "kept_probes_file",
+    "probe_path",
+    "probe_settings",
+    "threads_for",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +56,8 @@ _KEEP_S = 30 * 86400.0  # disks age, fill up and are exchanged
 _GOOD_ENOUGH_FRAC = 0.95
 _FILL_LIMIT_S = 3.0
 _THREADS_BESIDE_CALLS = 4
+BLOCKS_NBYTES = (1 * MiB, 4 * MiB, 16 * MiB)
+DEPTHS = (1, 2, 4, 8)
 
 Kind = Literal["read", "write", "mixed"]
 _KINDS: tuple[Kind, ...] = ("write", "read", "mixed")
@@ -329,8 +343,8 @@ def _measure_block(
 def probe_path(
     path: str | os.PathLike[str],
     *,
-    block_nbytes: Sequence[int] = (1 * MiB, 4 * MiB, 16 * MiB),
-    depths: Sequence[int] = (1, 2, 4, 8),
+    block_nbytes: Sequence[int] = BLOCKS_NBYTES,
+    depths: Sequence[int] = DEPTHS,
     file_nbytes: int = 256 * MiB,
     cell_s: float = 0.15,
     cache_file: str | os.PathLike[str] | None = None,
@@ -344,15 +358,14 @@ def probe_path(
     one is written there; a file that cannot be read or written does not matter.
     """
     prepared = prepare_path(path)
+    key = _key(prepared, block_nbytes, depths)
+    if cache_file is not None and not fresh:
+        kept = _read_kept(Path(cache_file), key, prepared)
+        if kept is not None:
+            return kept
     reclaim_dead_runs(prepared)
     directory = RunDirectory(prepared, rank=0)
-    device = device_of(prepared)
-    key = f"{device or directory.filesystem.name}:{os.stat(prepared).st_dev}:{list(block_nbytes)}:{list(depths)}"
     try:
-        if cache_file is not None and not fresh:
-            kept = _read_kept(Path(cache_file), key, prepared)
-            if kept is not None:
-                return kept
         with DirectFile(directory.add_file("data-0"), notice=directory.notice) as file:
             _fill(file, round_up(max(file_nbytes, 2 * max(block_nbytes)), MiB))
             rows: list[ProbeRow] = []
@@ -367,7 +380,7 @@ def probe_path(
     chosen = choose_row(rows)
     probe = PathProbe(
         path=prepared,
-        device=device,
+        device=device_of(prepared),
         filesystem=directory.filesystem.name,
         mode=mode,
         rows=tuple(rows),
@@ -380,6 +393,41 @@ def probe_path(
     if cache_file is not None:
         _keep(Path(cache_file), key, dataclasses.replace(probe, store_rows=()))
     return probe
+
+
+def kept_probes_file() -> Path | None:
+    """Where probes of this user's machine are kept; None where there is no home directory."""
+    try:
+        return Path("~/.cache/lightning_tieroffload/io_probes.json").expanduser()
+    except RuntimeError:
+        return None
+
+
+def probe_settings(paths: Sequence[str | os.PathLike[str]], *, may_measure: bool) -> tuple[int, int] | None:
+    """Block length and threads that suit all of ``paths``, from kept probes; None where one is not known.
+
+    With ``may_measure`` what is not known is measured now, which takes seconds and writes some GiB, and kept.
+    """
+    file = kept_probes_file()
+    probes = []
+    for path in paths:
+        try:
+            prepared = prepare_path(path)
+            kept = None if file is None else _read_kept(file, _key(prepared, BLOCKS_NBYTES, DEPTHS), prepared)
+            if kept is None and may_measure:
+                kept = probe_path(prepared, cache_file=file, cell_s=0.1)
+        except (TierOffloadError, OSError) as error:  # a full disk, say: whoever uses the path says it better
+            _log.debug("%s was not probed: %s", path, error)
+            return None
+        if kept is None:
+            return None
+        probes.append(kept)
+    return max(probe.block_nbytes for probe in probes), max(probe.io_threads for probe in probes)
+
+
+def _key(path: str, block_nbytes: Sequence[int], depths: Sequence[int]) -> str:
+    disk = device_of(path) or filesystem_of(path).name
+    return f"{disk}:{os.stat(path).st_dev}:{list(block_nbytes)}:{list(depths)}"
 
 
 def _read_kept(file: Path, key: str, path: str) -> PathProbe | None:

@@ -587,7 +587,7 @@ class _Core:
         for ticket in tickets:
             self._park(ticket, self.timeout_s, ends_on_error=False)
 
-    def drain(self, timeout_s: float | None) -> None:
+    def settle(self, timeout_s: float | None) -> None:
         self.check_process()
         if self._rng is not None:
             while self._debug_run_one():
@@ -596,6 +596,9 @@ class _Core:
         while pending := self._pending():
             for ticket in pending:
                 self._park(ticket, max(0.0, deadline_s - time.monotonic()), ends_on_error=False)
+
+    def drain(self, timeout_s: float | None) -> None:
+        self.settle(timeout_s)
         self.raise_pending_error()
 
     # --- errors -----------------------------------------------------------------------------------------------------
@@ -924,6 +927,10 @@ class Scheduler:
         For who has submitted a part of something and cannot submit the rest. Raises ``TransferTimeoutError`` only.
         """
         self._core.abandon(tickets)
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is queued or running, well or badly: no error but ``TransferTimeoutError``."""
+        self._core.settle(timeout_s)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is queued or running, then raise the first error if there is one."""

@@ -42,6 +42,7 @@ class Engine(Protocol):
     """What a face needs to know about the engine in order to report."""
 
     def report(self) -> dict[str, Any]: ...
+    def planned(self) -> dict[str, Any]: ...
     def plan_table(self) -> Any: ...
 
 
@@ -133,12 +134,16 @@ def print_plan_once(engine: Engine) -> None:
 
 
 def write_report(engine: Engine, config: TierOffloadConfig) -> None:
-    """Write `report.json` and `plan.json` into `trace_path`, if there is one. A later call replaces them."""
+    """Write `report.json`, `plan.json` and `profile.json` into `trace_path`, if there is one. Later calls replace them.
+
+    `plan.json` is what `plan_file` reads, once the engine has planned; `profile.json` comes with it.
+    """
     if config.trace_path is None:
         return
     report = engine.report()
     os.makedirs(config.trace_path, exist_ok=True)
-    for name, content in (("report.json", report), ("plan.json", report.get("plan"))):
+    files = {"report.json": report, "plan.json": report.get("plan"), **engine.planned()}
+    for name, content in files.items():
         with open(os.path.join(config.trace_path, name), "w", encoding="utf-8") as file:
             json.dump(content, file, indent=2, sort_keys=True)
             file.write("\n")

@@ -1,0 +1,613 @@
+"""Floor 7. The planner in the engine: from watched steps to a plan, and from a plan to each unit's choice.
+
+Owns when to plan: after ``profile_steps`` watched steps, after drift, for a larger batch, when a unit turns out not to
+be one that can be recomputed, after an out-of-memory error. What the engine can realise is handed in (``placements``);
+what a choice moves is the engine's business (``apply``). Called between two steps unless it says otherwise.
+
+[Note: what a budget covers] ``device_budget`` and ``dram_budget`` cover what the engine holds, and that is enforced at
+each charge, whatever a plan says. What autograd keeps between a unit's forward and its backward is counted against
+``device_budget`` by the plan, and only if the plan may change it (``activations="auto"``): then units recompute or
+offload until staged parameters, gradients and kept activations fit together. If they do not fit with everything that
+can leave gone, that is said once, with the least budget, and training goes on with everything that can leave gone. With
+``keep`` activations are the script's own memory, as in the plain run. Kernels' workspace, autocast's casts and the loss
+are nobody's: beside every budget, and in the forecast's peak on a GPU, as seen in the watched steps. On a GPU ``auto``
+leaves part of the memory to activations (config.py, [Note: margins]); the plan counts with the whole.
+
+[Note: declining] Where parameters, gradients and activations fit together nothing is solved and nothing leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import random
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+
+from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.config import CUDA_DEVICE_FRAC, TierOffloadConfig
+from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.profiler import Measured, Phase, Profiler, measure_machine
+from lightning_tieroffload.engine.unit_state import UnitState
+from lightning_tieroffload.errors import CapacityError, ConfigError, InfeasiblePlanError, UnsupportedError
+from lightning_tieroffload.planning.cost_model import (
+    OPTION_INDEX,
+    ActivationChoice,
+    Choice,
+    CostTables,
+    Instance,
+    UpdatePlace,
+)
+from lightning_tieroffload.planning.plan import Forecast, Plan, check_plan, plan_of
+from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME, MachineProfile, Profile, UnitProfile
+from lightning_tieroffload.sizes import format_nbytes
+
+__all__ = ["Placement", "Planner", "homes_of"]
+
+_log = logging.getLogger(__name__)
+
+Placement = tuple[Tier, Tier, Tier, UpdatePlace]
+"""Homes of parameters, state and gradients, and where the update runs: a choice without its activations."""
+
+REST = "(rest)"
+"""The line of what is no unit's: the loss, the optimizer's own time, the loader."""
+_NOTHING_TO_UPDATE = (Tier.DEVICE, Tier.DEVICE, UpdatePlace.DEVICE)
+_ALLOWED = {
+    "auto": (ActivationChoice.KEEP, ActivationChoice.RECOMPUTE, ActivationChoice.OFFLOAD_DRAM),
+    "keep": (ActivationChoice.KEEP,),
+    "recompute": (ActivationChoice.RECOMPUTE,),
+    "offload": (ActivationChoice.OFFLOAD_DRAM,),
+}
+_DRIFT_FRAC = 0.15
+_NUM_DRIFT_STEPS = 20
+_LEAST_STEPS_BETWEEN = 100
+_GROWTH_FRAC = 1.05  # a batch this much larger than the largest planned for asks for a plan of its own
+_AFTER_OUT_OF_MEMORY_FRAC = 0.9
+_NUM_STEPS_TO_SETTLE = 2
+_WORTH_MOVING_FRAC = 0.03  # what the model is off by must not move homes
+
+
+def homes_of(choice: Choice) -> Placement:
+    """A choice without its activations."""
+    return (choice.param_home, choice.state_home, choice.grad_home, choice.update_on)
+
+
+def _as_option(placement: Placement) -> Placement:
+    """The placement as the cost model knows it: gradients on flash count as gradients in DRAM."""
+    for each in (placement, (placement[0], placement[1], Tier.DRAM, placement[3])):
+        if Choice(*each, ActivationChoice.KEEP).code in OPTION_INDEX:
+            return each
+    return (placement[0], Tier.DRAM, Tier.DRAM, UpdatePlace.CPU)
+
+
+class Planner:
+    """The plan of one device space.
+
+    Args:
+        placements: what the engine can realise for a unit just now, its present placement included.
+        state_nbytes: bytes of the unit's optimizer state.
+        apply: gives a unit its choice and moves what has to move. With ``activations_only`` in the middle of a step.
+        can_offload: whether there is DRAM for activations that the plan sends there.
+        why_not_recompute: why a unit's activations are kept though the plan says recompute; None where it does.
+    """
+
+    def __init__(
+        self,
+        config: TierOffloadConfig,
+        space: DeviceSpace,
+        profiler: Profiler,
+        *,
+        placements: Callable[[UnitState], Collection[Placement]],
+        state_nbytes: Callable[[UnitState], int],
+        apply: Callable[[UnitState, Choice], None],
+        can_offload: Callable[[], bool],
+        why_not_recompute: Callable[[UnitState], str | None],
+    ) -> None:
+        self.plan: Plan | None = None
+        self._beside_nbytes = 0  # on the device beside what a plan counts: kernels' workspace, the loss, casts
+        self.profile: Profile | None = None
+        self.num_plans = 0
+        self._config = config
+        self._space = space
+        self._profiler = profiler
+        self._placements = placements
+        self._state_nbytes = state_nbytes
+        self._apply = apply
+        self._can_offload = can_offload
+        self._why_not_recompute = why_not_recompute
+        self._counts_activations = config.activations == "auto"
+        self._machine: MachineProfile | None = None
+        self._is_fixed = False  # by plan_file
+        self._cannot_recompute: weakref.WeakSet[UnitState] = weakref.WeakSet()
+        self._budget_frac = 1.0
+        self._num_micro = 1
+        self._num_steps = 0
+        self._planned_at = 0
+        self._planned_units: list[int] = []
+        self._largest_numel = 0
+        self._first_index: int | None = None
+        self._growth = 1.0
+        self._profiled_numel = 0
+        self._laps_s: list[float] = []
+        self._baseline_s: float | None = None
+        self._last_s: float | None = None
+        self._has_warned = False
+        self.first_unit: int | None = None
+        """Index of the unit whose input says how large a batch is; None while nothing depends on it."""
+
+    # ------------------------------------------------------------------------------------------------- when
+    def start(self) -> None:
+        """Watch the first steps, which run on the cautious plan."""
+        if self._config.profile_steps > 0 and not self._is_fixed:
+            self._watch()
+
+    def _watch(self) -> None:
+        self.first_unit = None
+        self._space.on_saved = self._profiler.saved
+        self._profiler.begin()
+
+    def _stop_watching(self) -> None:
+        self._space.on_saved = None
+        self._profiler.end()
+
+    def on_step(self) -> None:
+        """A step of the optimizer has been ordered."""
+        now_s = time.perf_counter()
+        self._num_steps += 1
+        if self._profiler.is_on:
+            if self._profiler.end_step() >= self._config.profile_steps:
+                self._plan_from_steps()
+                self._last_s = None
+            return
+        if self.plan is None or self._is_fixed:
+            return
+        since = self._num_steps - self._planned_at
+        if self._last_s is not None and since > _NUM_STEPS_TO_SETTLE:
+            self._laps_s.append(now_s - self._last_s)
+        self._last_s = now_s
+        if [unit.index for unit in self._space.units] != self._planned_units:
+            _log.info("units have come or gone: the next steps are watched, and the plan is made again")
+            self._watch()
+        elif since == _NUM_STEPS_TO_SETTLE and self._has_refusals():
+            self._replan("units that cannot be recomputed")
+        elif self._has_drifted():
+            self._watch()
+
+    def _has_refusals(self) -> bool:
+        refused = {
+            unit
+            for unit in self._space.units
+            if unit.choice.activation is ActivationChoice.RECOMPUTE
+            and unit not in self._cannot_recompute
+            and self._why_not_recompute(unit) is not None
+        }
+        self._cannot_recompute.update(refused)
+        return bool(refused) and self._counts_activations
+
+    def _has_drifted(self) -> bool:
+        laps_s = self._laps_s[-_NUM_DRIFT_STEPS:]
+        if self._baseline_s is None:
+            if len(laps_s) >= 5:
+                self._baseline_s = statistics.median(laps_s)
+                self._laps_s = []
+            return False
+        if len(laps_s) < _NUM_DRIFT_STEPS or self._num_steps - self._planned_at < _LEAST_STEPS_BETWEEN:
+            return False
+        low_s, high_s = self._baseline_s * (1 - _DRIFT_FRAC), self._baseline_s * (1 + _DRIFT_FRAC)
+        if not (max(laps_s) < low_s or min(laps_s) > high_s):
+            self._laps_s = laps_s
+            return False
+        _log.warning(
+            "the last %d steps took %.3g s, %.3g s when the plan was made: the next %d steps are watched, and the plan "
+            "is made again",
+            _NUM_DRIFT_STEPS, statistics.median(laps_s), self._baseline_s, self._config.profile_steps,
+        )  # fmt: skip
+        return True
+
+    def on_batch(self, numel: int) -> None:
+        """The first unit gets an input of so many elements. In the middle of a step."""
+        if numel > self._largest_numel * _GROWTH_FRAC and self._profiled_numel > 0 and self._counts_activations:
+            self._largest_numel = numel
+            self._growth = numel / self._profiled_numel
+            self._replan(f"a batch {self._growth:.2f} times as large as the one watched")
+
+    def on_out_of_memory(self) -> None:
+        """The device is out of memory; whoever catches it goes on with more room. In the middle of a step."""
+        if not self._counts_activations or self._is_fixed:
+            return
+        self._budget_frac *= _AFTER_OUT_OF_MEMORY_FRAC
+        _log.warning(
+            "out of memory: every unit that can recomputes its activations, and plans keep to %.0f %% of device_budget",
+            100 * self._budget_frac,
+        )
+        for unit in self._space.units:
+            if unit.root is not None and unit not in self._cannot_recompute:
+                self._apply(unit, dataclasses.replace(unit.choice, activation=ActivationChoice.RECOMPUTE))
+        self._stop_watching()
+        self._watch()
+
+    # ------------------------------------------------------------------------------------------------- a saved plan
+    def use_plan_file(self, path: str) -> None:
+        """Follow a saved plan as it is. Called once, when the units are known, before the first step.
+
+        Raises ``ConfigError`` for a plan of other units, ``UnsupportedError`` for a choice that this engine cannot
+        realise.
+        """
+        plan = Plan.load(path)
+        lines = {line.name: line for line in plan.units}
+        missing = [unit.name for unit in self._space.units if unit.name not in lines]
+        if missing:
+            raise ConfigError(
+                f"plan_file {path} has no line for {len(missing)} of {len(self._space.units)} units ({missing[0]}, …); "
+                f"it has {', '.join(list(lines)[:3])}, …. Remove plan_file, or plan for this model."
+            )
+        for unit in self._space.units:
+            choice = self._choice_for(unit, lines[unit.name].choice)
+            if unit.grad_nbytes and homes_of(choice) not in self._placements(unit):
+                raise UnsupportedError(
+                    f"plan_file {path}: unit {unit.name} is to be {choice.code}, which this version cannot do. It can: "
+                    f"{', '.join(_code(p) for p in self._placements(unit))}. Plan again with those."
+                )
+            if choice.activation is ActivationChoice.OFFLOAD_NVME or (
+                self._config.activations != "auto" and choice.activation not in _ALLOWED[self._config.activations]
+            ):
+                raise ConfigError(
+                    f"plan_file {path}: unit {unit.name} is to {choice.activation.value} its activations, and "
+                    f"activations={self._config.activations!r}. Leave activations out, or plan again."
+                )
+        self._is_fixed = True
+        self._follow(plan)
+
+    # ------------------------------------------------------------------------------------------------- plan
+    def _plan_from_steps(self) -> None:
+        self._stop_watching()
+        with _user_generator():
+            if self._machine is None:
+                name = f"{self._space.device.type}-{os.cpu_count()}"
+                self._machine = measure_machine(self._space.device, self._space.streams, name)
+            self.profile = self._make_profile(self._machine)
+            self._write_profile(self.profile)
+        inputs = self._profiler.steps[-1].inputs
+        self._profiled_numel = self._largest_numel = max((_numel(shape) for shape in inputs), default=0)
+        self._growth = 1.0
+        with_root = {unit.index for unit in self._space.units if unit.root is not None}
+        self._first_index = next((index for index in self._profiler.order() if index in with_root), None)
+        self._replan(f"{self._config.profile_steps} watched steps")
+
+    def _replan(self, why: str) -> None:
+        assert self.profile is not None
+        start_s = time.perf_counter()
+        with _user_generator():
+            plan = self._solve(self._instance(self.profile))
+        _log.info(
+            "plan after %s, in %.2f s%s", why, time.perf_counter() - start_s, f": {plan.note}" if plan.note else ""
+        )
+        self._follow(plan)
+
+    def _follow(self, plan: Plan) -> None:
+        self.plan = plan
+        self.num_plans += 1
+        self._planned_at = self._num_steps
+        self._planned_units = [unit.index for unit in self._space.units]
+        self._laps_s, self._baseline_s, self._last_s = [], None, None
+        lines = {line.name: line.choice for line in plan.units}
+        for unit, name in self._names().items():
+            if name in lines:
+                self._apply(unit, self._choice_for(unit, lines[name]))
+        if self._config.prefetch_units == "auto":
+            self._space.prefetch_units = plan.prefetch_units
+        watches_batches = self._counts_activations and self._profiled_numel > 0 and not self._is_fixed
+        self.first_unit = self._first_index if watches_batches else None
+
+    def _names(self) -> dict[UnitState, str]:
+        """How plans call the units: by their names, made different where several models share the space."""
+        names: dict[UnitState, str] = {}
+        seen: set[str] = set()
+        for unit in self._space.units:
+            names[unit] = unit.name if unit.name not in seen else f"{unit.name} [{unit.index}]"
+            seen.add(unit.name)
+        return names
+
+    def _choice_for(self, unit: UnitState, line: Choice) -> Choice:
+        """The plan's line; a unit without gradients keeps the homes of state that it does not have."""
+        activation = line.activation if unit.root is not None else unit.choice.activation
+        if unit.grad_nbytes == 0:
+            return dataclasses.replace(unit.choice, param_home=line.param_home, activation=activation)
+        meant = [p for p in self._placements(unit) if _as_option(p) == homes_of(line)]
+        return Choice(*meant[0], activation) if meant else dataclasses.replace(line, activation=activation)
+
+    # ------------------------------------------------------------------------------------------------- the problem
+    def _make_profile(self, machine: MachineProfile) -> Profile:
+        profiler = self._profiler
+        if profiler.updated_s > 0 and profiler.updated_numel > 0:
+            rate = profiler.updated_numel / profiler.updated_s
+            machine = dataclasses.replace(machine, cpu_update_numel_per_s=rate)
+            if self._space.device.type == "cpu":
+                machine = dataclasses.replace(machine, device_update_numel_per_s=rate)
+        by_index = {unit.index: unit for unit in self._space.units}
+        order = [by_index[index] for index in profiler.order() if index in by_index]
+        order += [unit for unit in self._space.units if unit not in order]
+        counts = [m.num_forward for unit in order if (m := profiler.least(unit.index)).num_forward > 0]
+        self._num_micro = max(1, round(statistics.median(counts))) if counts else 1
+        names = self._names()
+        units = [self._unit_profile(unit, names[unit], profiler.least(unit.index)) for unit in order]
+        rest = profiler.least(None)
+        step = profiler.steps[-1]
+        step_s = min(each.step_s for each in profiler.steps)
+        units.append(UnitProfile(REST, 0, 0, 0, 0, rest.saved_nbytes, 0.0, 0.0, can_recompute=False))
+        profile = Profile(
+            machine=machine,
+            units=tuple(units),
+            batch_key=";".join("x".join(map(str, shape)) for shape in step.inputs),
+            notes={
+                "step_s": step_s,
+                "last_step_s": step.step_s,
+                "num_micro_batches": self._num_micro,
+                "lifetimes": {
+                    names[unit]: self._lifetimes(unit, profiler.least(unit.index), step.step_s) for unit in order
+                },
+            },
+        )
+        return self._calibrated(profile, order, step_s)
+
+    def _unit_profile(self, unit: UnitState, name: str, measured: Measured) -> UnitProfile:
+        num = max(1, self._num_micro)
+        seconds = {phase: s / num for phase, s in measured.seconds.items()}
+        param_nbytes = sum(part.nbytes for part in unit.parts_for(self._space.wire_dtype))
+        host_nbytes = unit.running_dram_nbytes()
+        return UnitProfile(
+            name=name,
+            param_numel=sum(slot.numel for slot in unit.slots),
+            param_nbytes=param_nbytes,
+            grad_nbytes=unit.grad_nbytes,
+            state_nbytes=max(0, host_nbytes - param_nbytes - unit.grad_nbytes) + self._state_nbytes(unit),
+            activation_nbytes=measured.saved_nbytes,
+            boundary_nbytes=min(measured.boundary_nbytes, measured.saved_nbytes),
+            forward_s=seconds[Phase.FORWARD],
+            backward_s=seconds[Phase.BACKWARD],
+            recompute_s=seconds[Phase.RERUN] or None,
+            update_numel=sum(slot.numel for slot in unit.slots if slot.param.requires_grad),
+            can_recompute=unit.root is not None,
+            can_offload_activation=unit.root is not None,
+        )
+
+    @staticmethod
+    def _lifetimes(unit: UnitState, measured: Measured, step_s: float) -> dict[str, Any]:
+        """The heat map's row: when the unit is used in a step, and the longest time in a row that it is not."""
+        at_s = sorted(measured.used_at_s)
+        gaps_s = [b - a for a, b in itertools.pairwise(at_s)]
+        if at_s:
+            gaps_s.append(step_s - at_s[-1] + at_s[0])  # across the step's end
+        return {
+            "num_uses": len(at_s),
+            "first_use_s": at_s[0] if at_s else None,
+            "last_use_s": at_s[-1] if at_s else None,
+            "idle_s": max(gaps_s, default=step_s),
+            "nbytes": {"param": unit.nbytes, "grad": unit.grad_nbytes, "activation": measured.saved_nbytes},
+        }
+
+    def _calibrated(self, profile: Profile, order: list[UnitState], step_s: float) -> Profile:
+        """What the model does not explain of the watched steps is no unit's: the rest's seconds.
+
+        On a host whose updates run beside compute, how much of them shows is fitted too.
+        """
+        from lightning_tieroffload.planning.simulator import simulate
+
+        choices = [self._seen_choice(unit) for unit in order]
+        choices.append(Choice(Tier.DEVICE, *_NOTHING_TO_UPDATE, ActivationChoice.KEEP))
+        roomy = {"device_budget_nbytes": 1 << 60, "dram_budget_nbytes": 1 << 60, "num_micro_batches": self._num_micro}
+        losses = [profile.machine.update_loss_frac]
+        if self._space.device.type == "cpu":
+            losses += [losses[0] * k / 4 for k in (3, 2, 1, 0)]
+        forecast_s = 0.0
+        for loss in losses:
+            machine = dataclasses.replace(profile.machine, update_loss_frac=loss)
+            profile = dataclasses.replace(profile, machine=machine)
+            forecast_s = simulate(Instance.from_profile(profile, **roomy), choices, self._space.prefetch_units).step_s
+            if forecast_s <= step_s:
+                break
+        if self._space.device.type == "cuda":
+            instance = Instance.from_profile(profile, **roomy)
+            modelled = CostTables(instance, self._space.prefetch_units).cost(OPTION_INDEX[c.code] for c in choices)
+            seen_nbytes = torch.cuda.max_memory_allocated(self._space.device)
+            self._beside_nbytes = max(0, seen_nbytes - round(modelled.device_peak_nbytes))
+        rest = dataclasses.replace(profile.units[-1], forward_s=max(0.0, step_s - forecast_s) / self._num_micro)
+        return dataclasses.replace(profile, units=(*profile.units[:-1], rest))
+
+    def _seen_choice(self, unit: UnitState) -> Choice:
+        """What the watched steps did with the unit: parameters that stayed on the device were at home there."""
+        parts = unit.parts_for(self._space.wire_dtype)
+        home = Tier.DEVICE if all(part.is_resident for part in parts) else unit.choice.param_home
+        if unit.grad_nbytes == 0:
+            return Choice(home, *_NOTHING_TO_UPDATE, unit.choice.activation)
+        placement = _as_option((home, *homes_of(unit.choice)[1:]))
+        return Choice(*placement, unit.choice.activation)
+
+    def _instance(self, profile: Profile) -> Instance:
+        by_name = {name: unit for unit, name in self._names().items()}
+        growth = self._growth
+        units, options = [], []
+        for line in profile.units:
+            unit = by_name.get(line.name)
+            counted = line.activation_nbytes if self._counts_activations or unit is None else 0
+            if self._config.activations == "offload":
+                counted = line.activation_nbytes
+            if not self._counts_activations and unit is None:
+                counted = 0
+            units.append(
+                dataclasses.replace(
+                    line,
+                    activation_nbytes=round(counted * growth),
+                    boundary_nbytes=round(min(line.boundary_nbytes, counted) * growth),
+                    forward_s=line.forward_s * growth,
+                    backward_s=line.backward_s * growth,
+                    recompute_s=None if line.recompute_s is None else line.recompute_s * growth,
+                )
+            )
+            options.append(self._options(unit, line))
+        budget_nbytes = self._space.ledger[Tier.DEVICE].budget_nbytes
+        if self._space.device.type == "cuda" and self._config.device_budget == "auto" and self._counts_activations:
+            budget_nbytes = max(budget_nbytes, int(budget_nbytes / CUDA_DEVICE_FRAC) - self._beside_nbytes)
+        prefetch = self._config.prefetch_units
+        distances = (2, 1) if self._space.device.type == "cuda" else (1,)
+        return Instance(
+            units=tuple(units),
+            machine=profile.machine,
+            device_budget_nbytes=int(budget_nbytes * self._budget_frac),
+            dram_budget_nbytes=self._space.ledger[Tier.DRAM].budget_nbytes,
+            nvme_budget_nbytes=self._space.ledger[Tier.NVME].budget_nbytes,
+            num_micro_batches=self._num_micro,
+            prefetch_units=distances if prefetch == "auto" else (prefetch,),
+            options=tuple(options),
+        )
+
+    def _options(self, unit: UnitState | None, line: UnitProfile) -> tuple[str, ...]:
+        if unit is None:
+            return (Choice(Tier.DEVICE, *_NOTHING_TO_UPDATE, ActivationChoice.KEEP).code,)
+        placements: Iterable[Placement] = {_as_option(p) for p in self._placements(unit)}
+        if line.trained_numel == 0:
+            placements = {(p[0], *_NOTHING_TO_UPDATE) for p in placements}
+        activations = [a for a in _ALLOWED[self._config.activations] if self._may(unit, line, a)]
+        codes = [Choice(*p, a).code for p in placements for a in activations or [ActivationChoice.KEEP]]
+        return tuple(sorted(codes))
+
+    def _may(self, unit: UnitState, line: UnitProfile, activation: ActivationChoice) -> bool:
+        if activation is ActivationChoice.KEEP:
+            return True
+        if unit.root is None or (self._counts_activations and line.activation_nbytes == 0):
+            return False
+        if activation is ActivationChoice.OFFLOAD_DRAM:
+            return self._config.activations == "offload" or self._can_offload()
+        return unit not in self._cannot_recompute
+
+    # ------------------------------------------------------------------------------------------------- the answer
+    def _solve(self, instance: Instance) -> Plan:
+        everything = self._uniform(instance, Tier.DEVICE, (ActivationChoice.KEEP,))
+        if self._fits(instance, everything):
+            return self._plan_of(instance, everything, note="everything fits")
+        leaving = self._leaving(instance)
+        if not any(self._fits(instance, picks) for picks in leaving):
+            return self._best_effort(instance, leaving)
+        plan = self._best_of(instance)
+        return plan if plan is not None else self._best_effort(instance, leaving)
+
+    def _leaving(self, instance: Instance) -> list[list[int]]:
+        """Parameters stream, and all activations that can leave do: by recompute first, and by offload first."""
+        kinds = (ActivationChoice.RECOMPUTE, ActivationChoice.OFFLOAD_DRAM)
+        return [self._uniform(instance, Tier.DRAM, each) for each in (kinds, kinds[::-1])]
+
+    def _best_of(self, instance: Instance) -> Plan | None:
+        """The planner's answer; with homes as they are, unless others promise a clearly shorter step."""
+        from lightning_tieroffload.planning.solver import best_plan
+
+        plans = []
+        for each in dict.fromkeys((self._with_homes_as_they_are(instance), instance)):
+            if not any(self._fits(each, picks) for picks in self._leaving(each)):
+                continue  # the solver would take long to say by how much
+            try:
+                plan = best_plan(each, self._config.planner)
+            except (InfeasiblePlanError, CapacityError) as error:
+                _log.debug("%s", error)
+                continue
+            check_plan(instance, plan)
+            plans.append(plan)
+        if len(plans) == 2 and plans[1].forecast.step_s > (1 - _WORTH_MOVING_FRAC) * plans[0].forecast.step_s:
+            return plans[0]
+        return plans[-1] if plans else None
+
+    def _with_homes_as_they_are(self, instance: Instance) -> Instance:
+        by_name = {name: unit for unit, name in self._names().items()}
+        options = []
+        for line, codes in zip(instance.units, instance.options or (), strict=True):
+            unit = by_name.get(line.name)
+            if unit is None or line.trained_numel == 0:
+                options.append(codes)
+                continue
+            now = _code(_as_option(homes_of(unit.choice))).split("/")[
+                1:
+            ]  # of parameters what is here is decided anyway
+            options.append(tuple(code for code in codes if code.split("/")[1:4] == now) or codes)
+        return dataclasses.replace(instance, options=tuple(options))
+
+    @staticmethod
+    def _uniform(instance: Instance, home: Tier, activations: tuple[ActivationChoice, ...]) -> list[int]:
+        """For each unit the first of its options that has these parameters' home and the first of these activations."""
+        picks = []
+        for codes in instance.options or ():
+            wanted = [*activations, *(a for a in ActivationChoice if a not in activations)]
+
+            def rank(code: str, wanted: list[ActivationChoice] = wanted) -> tuple[bool, int, str]:
+                param, *_, activation = code.split("/")
+                return (param != home.name.lower(), wanted.index(ActivationChoice(activation)), code)
+
+            picks.append(OPTION_INDEX[min(codes, key=rank)])
+        return picks
+
+    @staticmethod
+    def _fits(instance: Instance, picks: list[int]) -> bool:
+        cost = CostTables(instance, instance.prefetch_units[-1]).cost(picks)
+        return all(cost.peak_nbytes(tier) <= instance.budget_nbytes(tier) for tier in Tier)
+
+    def _plan_of(self, instance: Instance, picks: list[int], *, note: str) -> Plan:
+        from lightning_tieroffload.planning.simulator import with_forecast
+
+        tables = CostTables(instance, instance.prefetch_units[-1])
+        plan = plan_of(instance, tables, picks, planner=self._config.planner, note=note)
+        return with_forecast(instance, plan)
+
+    def _best_effort(self, instance: Instance, leaving: list[list[int]]) -> Plan:
+        """Nothing fits by the model, which is more careful than the engine: whatever can leave leaves."""
+        tables = CostTables(instance, instance.prefetch_units[-1])
+        least = min(leaving, key=lambda picks: tables.cost(picks).device_peak_nbytes)
+        if not self._counts_activations:
+            return self._plan_of(instance, least, note="tighter than the cost model's staging")
+        need_nbytes = round(tables.cost(least).device_peak_nbytes)
+        note = (
+            f"device_budget {format_nbytes(instance.device_budget_nbytes)} cannot hold activations beside parameters "
+            f"and gradients; {format_nbytes(need_nbytes)} would, with every unit recomputed or offloaded that can be"
+        )
+        if not self._has_warned:
+            self._has_warned = True
+            _log.info("%s. Smaller batches need less.", note)
+        return self._plan_of(instance, least, note=note)
+
+    def _write_profile(self, profile: Profile) -> None:
+        if self._config.trace_path is not None:
+            os.makedirs(self._config.trace_path, exist_ok=True)
+            profile.save(os.path.join(self._config.trace_path, PROFILE_FILE_NAME))
+
+    # ------------------------------------------------------------------------------------------------- what is said
+    def forecast(self) -> dict[str, Any]:
+        """``report()["forecast"]``: of the plan in force; nulls before there is one."""
+        if self.plan is None:
+            return {"step_s": None, "device_peak_nbytes": None, "bottleneck": None}
+        forecast: Forecast = self.plan.forecast
+        return forecast.to_json()
+
+
+def _code(placement: Placement) -> str:
+    return "/".join([*(tier.name.lower() for tier in placement[:3]), placement[3].value])
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    result = 1
+    for extent in shape:
+        result *= extent
+    return result
+
+
+class _user_generator:
+    """Importing a solver, or rich, may draw from Python's global generator, which is the user's."""
+
+    def __enter__(self) -> None:
+        self._state = random.getstate()
+
+    def __exit__(self, *_: object) -> None:
+        random.setstate(self._state)

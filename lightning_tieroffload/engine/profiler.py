@@ -1,0 +1,305 @@
+"""Floor 5. What a step costs, unit by unit: seconds, saved bytes, uses. Measured by hooks, while training goes on.
+
+Owns the figures of the steps that it watched, and the rates of the links. Decides nothing: ``engine/planner.py`` makes
+a ``Profile`` of it.
+
+[Note: whose seconds] Time is cut at each event (a unit's forward begins or ends, its backward begins, backward ends)
+and each piece belongs to what ran then: one unit's forward, backward or second forward, or nothing of ours (loss,
+optimizer, loader). Without an accelerator the seconds that the engine's own copies took are left out; with one, pieces
+end at events on the compute stream. Of several steps the least counts, piece by piece: the first one touches memory for
+the first time and compiles kernels.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_tieroffload.engine.streams import Streams, make_marks
+from lightning_tieroffload.engine.unit_state import UnitState
+from lightning_tieroffload.planning.profile import MachineProfile
+from lightning_tieroffload.sizes import MiB
+
+__all__ = ["Measured", "Phase", "Profiler", "measure_machine"]
+
+_PROBE_NBYTES = {"cuda": 64 * MiB, "cpu": 8 * MiB}
+_NUM_PROBES = 3
+_MOST_PIECES = 50_000  # of one step; a loop that goes on without a step is not watched to its end
+
+
+class Phase(enum.Enum):
+    """What a unit was doing."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RERUN = "rerun"
+
+
+@dataclass(slots=True)
+class Measured:
+    """One unit in one step. Seconds are of the whole step, bytes of its first micro-batch."""
+
+    seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
+    num_forward: int = 0
+    saved_nbytes: int = 0
+    boundary_nbytes: int = 0
+    used_at_s: list[float] = field(default_factory=list)  # since the step began
+
+
+@dataclass(slots=True)
+class _Step:
+    units: dict[int | None, Measured] = field(default_factory=dict)  # in the order of first use; None: the rest
+    step_s: float = 0.0
+    inputs: tuple[tuple[int, ...], ...] = ()
+    is_whole: bool = True
+    num_backward: int = 0
+
+    def of(self, index: int | None) -> Measured:
+        return self.units.setdefault(index, Measured())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+class Profiler:
+    """Watches steps while it is on. Called from the training thread and, in backward, from autograd's.
+
+    Units are kept by their index: what was measured must not keep a dropped model alive.
+
+    Args:
+        stalled_s: seconds so far in which compute waited for the engine's copies in its own thread.
+        is_excluded: whether a storage (by ``untyped_storage()._cdata``) is a parameter or a buffer.
+    """
+
+    def __init__(
+        self, device: torch.device, *, stalled_s: Callable[[], float], is_excluded: Callable[[int], bool]
+    ) -> None:
+        self.is_on = False
+        self.steps: list[_Step] = []
+        self.updated_numel = 0
+        self.updated_s = 0.0
+        self._device = device
+        self._marks = make_marks(device, stalled_s)
+        self._is_excluded = is_excluded
+        self._step: _Step | None = None
+        self._pieces: list[tuple[int | None, Phase | None, Any, Any]] = []
+        self._now: tuple[int | None, Phase | None] = (None, None)
+        self._around: list[tuple[int | None, Phase | None]] = []
+        self._last: Any = None
+        self._began_s = 0.0
+        self._thread = 0
+        self._owner_of: dict[int, tuple[int | None, int, bool]] = {}  # storage: (unit, bytes, is an input)
+        self._is_first_pass = True
+
+    # ------------------------------------------------------------------------------------------------- steps
+    def begin(self) -> None:
+        """Watch from here on; what an earlier watch has found is dropped."""
+        self.is_on = True
+        self.steps.clear()
+        self.updated_numel, self.updated_s = 0, 0.0
+        self._begin_step()
+
+    def end_step(self) -> int:
+        """One step has ended. Returns how many whole ones have been seen."""
+        step = self._step
+        if step is not None and step.num_backward > 0:
+            self._switch(None, None)
+            step.step_s = time.perf_counter() - self._began_s
+            self._marks.settle()
+            for unit, phase, start, end in self._pieces:
+                if phase is not None:
+                    step.of(unit).seconds[phase] += self._marks.seconds(start, end)
+            for unit, nbytes, is_input in self._owner_of.values():
+                measured = step.of(unit)
+                measured.saved_nbytes += nbytes
+                measured.boundary_nbytes += nbytes if is_input else 0
+            if step.is_whole:
+                self.steps.append(step)
+        self._begin_step()
+        return len(self.steps)
+
+    def end(self) -> None:
+        """Stop watching; the figures stay."""
+        self.is_on = False
+        self._step = None
+        self._pieces = []
+        self._owner_of = {}
+
+    def _begin_step(self) -> None:
+        self._step = _Step()
+        self._pieces = []
+        self._owner_of = {}
+        self._is_first_pass = True
+        self._now = (None, None)
+        self._around = []
+        self._thread = threading.get_ident()
+        self._began_s = time.perf_counter()
+        self._last = self._marks.mark()
+
+    def _switch(self, unit: int | None, phase: Phase | None) -> None:
+        if len(self._pieces) + len(self._owner_of) > _MOST_PIECES:
+            self._step, self._pieces, self._owner_of = None, [], {}
+            return
+        mark = self._marks.mark()
+        self._pieces.append((*self._now, self._last, mark))
+        self._last = mark
+        self._now = (unit, phase)
+
+    # ------------------------------------------------------------------------------------------------- hooks
+    def enter(self, unit: UnitState, inputs: Any, *, is_rerun: bool) -> None:
+        """A forward of the unit begins."""
+        step = self._step
+        if step is None:
+            return
+        if threading.get_ident() != self._thread and not is_rerun:
+            step.is_whole = False  # forwards in several threads: their pieces cannot be told apart
+        measured = step.of(unit.index)
+        measured.used_at_s.append(time.perf_counter() - self._began_s)
+        if not is_rerun:
+            measured.num_forward += 1
+            shapes = tuple(tuple(t.shape) for t in _tensors(inputs))
+            if not step.inputs:
+                step.inputs = shapes
+            if self._is_first_pass:
+                for tensor in _tensors(inputs):
+                    self._note(unit.index, tensor, is_input=True)
+        self._around.append(self._now)
+        self._switch(unit.index, Phase.RERUN if is_rerun else Phase.FORWARD)
+
+    def leave(self, result: Any) -> None:
+        """The forward that was entered last has ended; ``result`` is what it returned, None after an exception."""
+        if self._step is None or not self._around:
+            return
+        unit, phase = self._now
+        self._switch(*self._around.pop())
+        if phase is Phase.FORWARD and unit is not None:
+            for tensor in _tensors(result):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(self._prehook(unit, self._step))
+                    break
+
+    def _prehook(self, unit: int, step: _Step) -> Callable[[Any], None]:
+        def begin_backward(_: Any) -> None:
+            if self._step is step:
+                step.of(unit).used_at_s.append(time.perf_counter() - self._began_s)
+                self._is_first_pass = False
+                self._switch(unit, Phase.BACKWARD)
+
+        return begin_backward
+
+    def end_backward(self) -> None:
+        """Called when a backward has ended."""
+        if self._step is not None:
+            self._step.num_backward += 1
+            self._is_first_pass = False
+            self._around = []
+            self._switch(None, None)
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor that is no parameter."""
+        if self._step is not None and self._is_first_pass:
+            self._note(self._now[0], tensor, is_input=False)
+
+    def _note(self, unit: int | None, tensor: torch.Tensor, *, is_input: bool) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        key = storage._cdata
+        known = self._owner_of.get(key)
+        if known is None:
+            if not self._is_excluded(key):
+                self._owner_of[key] = (unit, storage.nbytes(), is_input)
+        elif is_input and not known[2]:  # what the unit before has saved too is this one's input, and stays with it
+            self._owner_of[key] = (unit, known[1], True)
+
+    def updated(self, numel: int, seconds: float) -> None:
+        """An update of ``numel`` elements took so long. Called from the update lane."""
+        self.updated_numel += numel
+        self.updated_s += seconds
+
+    # ------------------------------------------------------------------------------------------------- figures
+    def order(self) -> list[int]:
+        """Units, by their index, in the order of their first use in the last step."""
+        return [unit for unit in self.steps[-1].units if unit is not None] if self.steps else []
+
+    def least(self, unit: int | None) -> Measured:
+        """The unit's figures: the least seconds of all steps, the most bytes, uses as in the last one."""
+        seen = [step.units[unit] for step in self.steps if unit in step.units]
+        if not seen:
+            return Measured()
+        return Measured(
+            seconds={phase: min(m.seconds[phase] for m in seen) for phase in Phase},
+            num_forward=seen[-1].num_forward,
+            saved_nbytes=max(m.saved_nbytes for m in seen),
+            boundary_nbytes=max(m.boundary_nbytes for m in seen),
+            used_at_s=seen[-1].used_at_s,
+        )
+
+
+def _best_s(calls: Iterable[Callable[[], Any]], settle: Callable[[], None]) -> float:
+    best_s = float("inf")
+    for call in calls:
+        settle()
+        start_s = time.perf_counter()
+        call()
+        settle()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return max(best_s, 1e-9)
+
+
+def measure_machine(device: torch.device, streams: Streams, name: str) -> MachineProfile:
+    """Rates of the links between device and DRAM, by copies of a few megabytes; other rates are the defaults.
+
+    Without an accelerator the DEVICE tier is host memory: copies and updates take the processors from compute, so that
+    nothing of them hides.
+    """
+    is_cuda = device.type == "cuda"
+    nbytes = _PROBE_NBYTES[device.type]
+    with torch.inference_mode(False), torch.no_grad():
+        host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=is_cuda, device="cpu")
+        back = torch.ones(nbytes, dtype=torch.uint8, pin_memory=is_cuda, device="cpu")
+        there = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        there2 = torch.ones(nbytes, dtype=torch.uint8, device=device)
+
+    def settle() -> None:
+        if is_cuda:
+            torch.cuda.synchronize(device)
+
+    def up() -> None:
+        streams.upload([(there, host)], "probe").wait()
+
+    def down() -> None:
+        streams.download([(back, there2)], "probe").wait()
+
+    def both() -> None:
+        tickets = [streams.upload([(there, host)], "probe"), streams.download([(back, there2)], "probe")]
+        for ticket in tickets:
+            ticket.wait()
+
+    up_s, down_s, both_s = (_best_s([call] * _NUM_PROBES, settle) for call in (up, down, both))
+    rates = {"h2d_bytes_per_s": nbytes / up_s, "d2h_bytes_per_s": nbytes / down_s, "name": name}
+    if is_cuda:
+        return MachineProfile(**rates, pcie_bytes_per_s=2 * nbytes / both_s)  # type: ignore[arg-type]
+    return MachineProfile(
+        **rates,  # type: ignore[arg-type]
+        pcie_bytes_per_s=2 * nbytes / both_s,
+        dram_bytes_per_s=1e12,  # the copies above are DRAM traffic already
+        overlap_loss_frac=1.0,
+        update_loss_frac=1.0,
+        allocator_slack_frac=0.0,
+    )

@@ -1,0 +1,509 @@
+"""The planner in the engine: watched steps, a plan that keeps to its budgets, and numbers that do not change."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import (
+    CPU,
+    FULL,
+    Variant,
+    assert_exact,
+    attach,
+    check,
+    one_thread,
+    run,
+    seed_all,
+    small_activations,
+    tight,
+)
+from fakes import Block, batches, gpt_tiny, mlp, mlp_loss, token_batches
+from torch import nn
+
+from lightning_tieroffload.config import TierOffloadConfig
+from lightning_tieroffload.engine import planner as engine_planner
+from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
+from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
+from lightning_tieroffload.planning.cost_model import ActivationChoice
+from lightning_tieroffload.planning.plan import Plan
+from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME, Profile
+from lightning_tieroffload.sizes import KiB
+
+
+class Dropping(nn.Module):
+    """A residual block with dropout, whose activations weigh more than its weights."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(x))), 0.3)
+
+
+def blocks(depth: int = 6) -> tuple[nn.Module, Any]:
+    model = nn.Sequential(*(Dropping() for _ in range(depth)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def steps(num_steps: int = 6, rows: int = 64, width: int = 24) -> Any:
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(num_steps, rows, width):
+            loss = mlp_loss(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    return loop
+
+
+def quiet(**_: Any) -> None:
+    return None
+
+
+def trained(build: Any = blocks, loop: Any = None, budget: Any = "all", **settings: Any) -> OffloadEngine:
+    """An engine after a few steps, still open."""
+    seed_all(0)
+    model, optimizer = build()
+    with one_thread(), small_activations():
+        engine = attach(model, optimizer, Variant(budget=budget), **settings)
+        engine.kept_alive = (model, optimizer)  # type: ignore[attr-defined]
+        (loop or steps())(model, optimizer, quiet)
+    return engine
+
+
+def activations_of(engine: OffloadEngine) -> list[ActivationChoice]:
+    return [unit.choice.activation for unit in engine.units]
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("planner", ["ilp", "greedy", "lifetime"])
+def test_a_plan_changes_no_number(planner: str) -> None:
+    """Six steps, two watched, then the plan: exact at every budget over the slow store, whoever plans."""
+    budgets: list[Any] = ["tight", 60 * KiB, 120 * KiB, "all"]
+    variants = [
+        Variant(FULL[i % 4].debug, FULL[i % 4].prefetch, i, FULL[i % 4].every_look, b) for i, b in enumerate(budgets)
+    ]
+    _, ours = check(blocks, steps(), variants, planner=planner)
+    for recording in ours:
+        report = recording.reports[0]
+        assert report["plan"]["planner"] == planner
+        assert report["forecast"]["step_s"] > 0
+        assert report["forecast"]["bottleneck"]
+
+
+def test_activations_leave_where_they_do_not_fit() -> None:
+    """60 KiB hold a unit or two and no activations of six: some leave, and what the plan counts fits the budget."""
+    engine = trained(budget=120 * KiB)
+    plan = engine.core.planner.plan
+    assert plan is not None
+    assert set(activations_of(engine)) - {ActivationChoice.KEEP}, plan
+    assert plan.peak_nbytes <= 120 * KiB
+    assert engine.report()["forecast"]["device_peak_nbytes"] == plan.forecast.device_peak_nbytes
+    engine.close()
+
+
+def test_nothing_leaves_where_everything_fits() -> None:
+    """The planner declines: no solver runs, activations stay, and as many bytes move as with ``keep``."""
+    ours, kept = trained(budget="all"), trained(budget="all", activations="keep")
+    plan = ours.core.planner.plan
+    assert plan is not None
+    assert plan.note == "everything fits"
+    assert set(activations_of(ours)) == {ActivationChoice.KEEP}
+    assert ours.report()["moved_nbytes"] == kept.report()["moved_nbytes"]
+    ours.close()
+    kept.close()
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+def test_a_setting_is_not_overruled(activations: str) -> None:
+    """A plan is made for its forecast; what the user has fixed stays, at the tightest budget too."""
+    for budget in ("tight", "all"):
+        engine = trained(budget=budget, activations=activations)
+        assert {a.value.split("-")[0] for a in activations_of(engine)} == {activations}
+        assert engine.report()["forecast"]["step_s"] > 0
+        engine.close()
+
+
+def test_units_that_cannot_be_recomputed_are_planned_for_again() -> None:
+    """A forward that counts its calls is refused when it is watched; the next plan does without it."""
+
+    class Counting(Dropping):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    def build() -> Any:
+        model = nn.Sequential(*(Counting() if i % 2 else Dropping() for i in range(6)))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    check(build, steps(8), [Variant(budget=100 * KiB)])
+    engine = trained(build, steps(8), budget=100 * KiB)
+    refused = [u for u in engine.units if u.choice.activation is ActivationChoice.RECOMPUTE and int(u.name) % 2]
+    assert refused == []
+    engine.close()
+
+
+@pytest.mark.parametrize("budget", [60 * KiB, 160 * KiB, 300 * KiB, "all"])
+def test_a_plan_that_moves_state_changes_no_number(budget: Any) -> None:
+    """With updates on the device the plan chooses homes of state and activations together; numbers are the CPU's."""
+    kernels = {"optimizer_kernel": "numba", "units": ("Dropping",)}
+    reference = run(blocks, steps(8), Variant(budget="all"), num_expected=8, update_on="cpu", **kernels)
+    for debug in (FULL[0].debug, FULL[2].debug):
+        variant = Variant(debug, budget=budget, every_look=False)
+        ours = run(blocks, steps(8), variant, num_expected=8, update_on="device", **kernels)
+        assert_exact(reference, ours, str(variant))
+        lines = ours.reports[0]["plan"]["units"]
+        assert ours.reports[0]["forecast"]["step_s"] > 0
+        if budget == "all":
+            assert {line["update_on"] for line in lines} == {"device"}
+            assert {line["activations"] for line in lines} == {"keep"}
+        if budget == 60 * KiB:
+            assert {line["update_on"] for line in lines} == {"cpu"}
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def _random_case(seed: int) -> tuple[Any, Any, dict[str, int]]:
+    draw = random.Random(seed)
+    width, depth, rows = draw.choice((8, 24, 40)), draw.randrange(1, 7), draw.choice((1, 16, 128))
+
+    def build() -> Any:
+        draw = random.Random(seed + 1)
+        layers: list[nn.Module] = []
+        for _ in range(depth):
+            kind = draw.choice(("block", "dropping", "linear"))
+            layers.append({"block": Block, "dropping": Dropping, "linear": _linear}[kind](width))
+        model: nn.Module = nn.Sequential(*layers)
+        if depth > 1 and draw.random() < 0.3:
+            for p in layers[0].parameters():
+                p.requires_grad_(False)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    model, _ = build()
+    total = sum(p.nbytes for p in model.parameters())
+    budgets = {
+        "device_budget": int(total * 10 ** draw.uniform(-1.5, 1.5)) + 1,
+        "dram_budget": int(total * 10 ** draw.uniform(0, 1.5)) + 1,
+    }
+    return build, steps(4, rows, width), budgets
+
+
+def _linear(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+def _holds(seed: int) -> str:
+    """Run a random pair: inside its budgets, or refused with a least budget that then works."""
+    build, loop, budgets = _random_case(seed)
+    said = "ran"
+    for _ in range(6):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        model, optimizer = build()
+        engine = None
+        try:
+            config = TierOffloadConfig(**budgets, optimizer_kernel="torch", debug=["poison"])
+            engine = OffloadEngine.attach(model, config, CPU)
+            engine.adopt_optimizer(optimizer)
+        except InfeasiblePlanError as error:
+            if engine is not None:
+                engine.close()
+            assert error.least_budget_nbytes is not None
+            key = f"{error.tier}_budget"
+            assert error.least_budget_nbytes > budgets[key], (seed, budgets, str(error))
+            budgets[key] = error.least_budget_nbytes
+            said = "refused"
+            continue
+        with one_thread():
+            loop(model, optimizer, quiet)
+        engine.flush()
+        report = engine.report()
+        for tier in ("device", "dram"):
+            account = report["tiers"][tier]
+            assert account["peak_nbytes"] <= account["budget_nbytes"], (seed, tier, account)
+        engine.close()
+        return said
+    raise AssertionError(f"seed {seed}: the least budget that was named never worked: {budgets}")
+
+
+def test_random_models_and_budgets() -> None:
+    """40 random pairs: a clear infeasibility whose least budget works, or a run inside its budgets. Both occur."""
+    assert {_holds(seed) for seed in range(40)} == {"ran", "refused"}
+
+
+@pytest.mark.slow
+def test_three_hundred_random_models_and_budgets() -> None:
+    """300 random pairs, as above."""
+    assert {_holds(seed) for seed in range(1000, 1300)} == {"ran", "refused"}
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def test_the_profile_says_what_is_saved_and_used() -> None:
+    """Bytes that autograd saves in a unit, its input told apart; two uses a step; all seconds there."""
+    engine = trained(lambda: _two_linears(), steps(3, 32, 64), activations="auto")
+    profile = engine.core.planner.profile
+    assert profile is not None
+    lines = {unit.name: unit for unit in profile.units}
+    first, second = lines["0"], lines["1"]
+    # Linear saves its input, tanh its output, which is the next unit's input: that one's then, as what it has to keep.
+    assert (first.activation_nbytes, first.boundary_nbytes) == (32 * 64 * 4, 32 * 64 * 4)
+    assert (second.activation_nbytes, second.boundary_nbytes) == (2 * 32 * 64 * 4, 32 * 64 * 4)
+    for unit in (first, second):
+        assert unit.forward_s > 0
+        assert unit.backward_s > 0
+        assert unit.param_nbytes == engine.units[0].nbytes
+        assert unit.state_nbytes >= 2 * unit.param_numel * 4
+        life = profile.notes["lifetimes"][unit.name]
+        assert life["num_uses"] == 2
+        assert 0 <= life["first_use_s"] <= life["last_use_s"] <= profile.notes["last_step_s"]
+        assert 0 < life["idle_s"] <= profile.notes["last_step_s"]
+    assert profile.batch_key == "32x64"
+    assert profile.machine.h2d_bytes_per_s > 1e6
+    engine.close()
+
+
+class _Tanh(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def _two_linears() -> Any:
+    model = nn.Sequential(_Tanh(), _Tanh())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_recomputed_and_accumulated_steps_are_profiled_per_micro_batch() -> None:
+    """Three micro-batches a step: seconds and bytes are those of one; recompute has seconds of its own."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        data = iter(batches(18, 64, 24))
+        for _ in range(6):
+            for _ in range(3):
+                (mlp_loss(model, next(data)) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    engine = trained(loop=loop, activations="recompute", profile_steps=3)
+    profile = engine.core.planner.profile
+    assert profile is not None
+    assert profile.notes["num_micro_batches"] == 3
+    lines = [unit for unit in profile.units if unit.param_numel]
+    assert all(unit.recompute_s for unit in lines), lines
+    assert all(profile.notes["lifetimes"][unit.name]["num_uses"] >= 6 for unit in lines)
+    engine.close()
+
+
+# ---------------------------------------------------------------- plans in files
+
+
+def test_plan_and_profile_are_written_and_a_plan_is_followed_as_it_is(tmp_path: Path) -> None:
+    """plan.json of one run is plan_file of the next: same choices from the first step on, nothing planned again."""
+    from lightning_tieroffload.strategies.face import write_report
+
+    first = trained(budget=120 * KiB, trace_path=str(tmp_path))
+    write_report(first, first.config)
+    plan, profile = Plan.load(tmp_path / "plan.json"), Profile.load(tmp_path / "profile.json")
+    assert profile == Profile.load(tmp_path / PROFILE_FILE_NAME)
+    assert plan == first.core.planner.plan
+    assert profile == first.core.planner.profile
+    said = json.loads((tmp_path / "report.json").read_text())
+    assert said["forecast"] == plan.forecast.to_json()
+    choices = activations_of(first)
+    assert ActivationChoice.KEEP in choices
+    assert len(set(choices)) > 1
+    first.close()
+
+    settings = {"plan_file": str(tmp_path / "plan.json")}
+    check(blocks, steps(), [Variant(budget=120 * KiB)], **settings)
+    second = trained(loop=steps(1), budget=120 * KiB, **settings)
+    assert activations_of(second) == choices
+    steps(5)(*second.kept_alive, quiet)  # type: ignore[attr-defined]
+    assert second.core.planner.num_plans == 1
+    assert second.core.planner.plan == plan
+    second.close()
+
+
+def test_a_plan_file_of_another_model_or_engine_is_refused(tmp_path: Path) -> None:
+    """Units that it lacks, a tier that is not there, and a setting that contradicts it are errors before any step."""
+    path = tmp_path / "plan.json"
+    first = trained(budget=120 * KiB)
+    plan = first.core.planner.plan
+    assert plan is not None
+    plan.save(path)
+    first.close()
+    with pytest.raises(ConfigError, match="has no line for 1 of 7 units"):
+        trained(lambda: blocks(7), plan_file=str(path))
+    with pytest.raises(ConfigError, match="activations='keep'"):
+        trained(plan_file=str(path), activations="keep")
+    raw = plan.to_json()
+    raw["units"][0]["param_home"] = "nvme"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedError, match="which this version cannot do"):
+        trained(plan_file=str(path))
+    with pytest.raises(ConfigError, match="plan_file"):
+        trained(plan_file=str(tmp_path / "none.json"))
+
+
+def test_zero_profile_steps_plan_nothing() -> None:
+    """profile_steps=0: the cautious plan stays, and no forecast is made up."""
+    engine = trained(budget=60 * KiB, profile_steps=0)
+    assert engine.core.planner.plan is None
+    assert set(engine.report()["forecast"].values()) == {None}
+    engine.close()
+
+
+# ---------------------------------------------------------------- later
+
+
+def test_a_larger_batch_is_planned_for_before_it_is_kept() -> None:
+    """A batch four times as large as the watched ones: units leave in that very step, and it stays exact."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for index, x in enumerate(batches(6, 256, 24)):
+            loss = mlp_loss(model, x if index > 3 else x[:64])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    budget = 300 * KiB
+    check(blocks, loop, [Variant(budget=budget), Variant(FULL[2].debug, budget=budget, every_look=False)])
+    engine = trained(loop=steps(4), budget=budget)
+    assert set(activations_of(engine)) == {ActivationChoice.KEEP}
+    model, _ = engine.kept_alive  # type: ignore[attr-defined]
+    mlp_loss(model, torch.randn(256, 24)).backward()
+    assert set(activations_of(engine)) - {ActivationChoice.KEEP}
+    assert engine.core.planner.num_plans == 2
+    engine.close()
+
+
+def test_out_of_memory_that_is_caught() -> None:
+    """After torch.OutOfMemoryError in a forward the same process goes on: exact, and units recompute from there on."""
+
+    class Full(Dropping):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) > 100:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")
+            return super().forward(x)
+
+    def build() -> Any:
+        model = nn.Sequential(Dropping(), Dropping(), Full(), Dropping())
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for index, x in enumerate(batches(10, 128, 24)):
+            try:
+                loss = mlp_loss(model, x if index == 4 else x[:64])
+            except torch.OutOfMemoryError:
+                loss = mlp_loss(model, x[:32])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(build, loop, [Variant(budget="all"), Variant(budget="tight"), FULL[2]])
+    engine = trained(build, loop, budget="all")
+    assert engine.core.planner._budget_frac < 1
+    assert engine.core.planner.num_plans == 3  # after two steps, for the larger batch, after watching what came of it
+    engine.close()
+
+
+def test_out_of_memory_makes_units_recompute_at_once() -> None:
+    engine = trained(loop=steps(4), budget="all")
+    model, _ = engine.kept_alive  # type: ignore[attr-defined]
+    handle = model[3].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.randn(64, 24))
+    handle.remove()
+    assert set(activations_of(engine)) == {ActivationChoice.RECOMPUTE}
+    engine.close()
+
+
+def test_drift_is_noticed_and_planned_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps that all take much longer than those after the plan: said, watched, planned again, not at every step."""
+    monkeypatch.setattr(engine_planner, "_NUM_DRIFT_STEPS", 4)
+    monkeypatch.setattr(engine_planner, "_LEAST_STEPS_BETWEEN", 8)
+    engine = trained(loop=steps(6), budget="all")
+    planner = engine.core.planner
+    planner._baseline_s, planner._laps_s = 1e-9, []
+    with caplog.at_level(logging.WARNING, logger=engine_planner.__name__):
+        steps(12)(*engine.kept_alive, quiet)  # type: ignore[attr-defined]
+    assert sum("the plan is made again" in record.message for record in caplog.records) == 1
+    assert planner.num_plans == 2
+    engine.close()
+
+
+def test_a_second_model_is_planned_with_the_first() -> None:
+    """Two models share a budget, and one plan: when the second comes, the next steps are watched and planned for."""
+    seed_all(0)
+    first, second = blocks(), (mlp(3), None)
+    with one_thread():
+        engine = attach(*first, Variant(budget="all"))
+        steps(3)(*first, quiet)
+        other = attach(second[0], torch.optim.AdamW(second[0].parameters()), Variant(budget="all"))
+        assert other.core is engine.core
+        steps(4)(*first, quiet)
+    plan = engine.core.planner.plan
+    assert plan is not None
+    assert len(plan.units) == len(engine.units) + len(other.units) + 1
+    other.close()
+    engine.close()
+
+
+def test_hugging_face_trainer_finds_its_batch_size(tmp_path: Path) -> None:
+    """auto_find_batch_size: an out-of-memory error at 8 and 4 rows, training at 2, as plain does."""
+    transformers = pytest.importorskip("transformers")
+    import lightning_tieroffload
+
+    def losses(with_us: bool) -> list[float]:
+        seed_all(0)
+        model = gpt_tiny()
+        model.train()
+        forward = model.transformer.h[0].register_forward_pre_hook(
+            lambda module, args: _full(args[0]) if len(args[0]) > 2 else None
+        )
+        rows = [{"input_ids": ids, "labels": ids} for ids in token_batches(1, rows=16)[0]]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / str(with_us)), per_device_train_batch_size=8, auto_find_batch_size=True,
+            max_steps=5, report_to=[], save_strategy="no", logging_steps=1, use_cpu=True, disable_tqdm=True,
+            dataloader_pin_memory=False, optim="adamw_torch",
+        )  # fmt: skip
+        if with_us:
+            lightning_tieroffload.offload(
+                model, None, device="cpu", device_budget=tight(model), dram_budget="1GiB", optimizer_kernel="torch"
+            )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        forward.remove()
+        engine = engine_of(model)
+        if engine is not None:
+            engine.close()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    with one_thread():
+        plain, ours = losses(False), losses(True)
+    assert len(plain) == 5
+    assert plain == ours
+
+
+def _full(x: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to hold {len(x)} rows.")
