@@ -419,24 +419,30 @@ class HostSpace:
             self._discard(block)
         else:
             self.write_behind(block)
+        pending = self._pending(block)
+
+        def leaves(gone: Any) -> None:
+            # Before it can run, and all or nothing: where it cannot be ordered, the block stays.
             self._note_write_ended(block, is_ordered=True)
             self._table.drop(block.shard, Tier.DRAM)
-        pending = self._pending(block)
-        nbytes = block.charged_nbytes
-        block.is_resident = False
-        block.uses = []
-        self._uncharge(block, nbytes)
+            nbytes = block.charged_nbytes
+            block.is_resident, block.gone, block.read, block.uses = False, gone, None, []
+            self._uncharge(block, nbytes)
+            if gone is not None:
+                self._note_move(block, Tier.NVME, gone)
+                self._leaving.append(_Leaving(gone, nbytes))
+
         if pending:
-            block.gone = self._scheduler.submit(
-                PAGES_LANE.name, block.give_pages_back, label=f"evict {block.shard}", after=pending
-            )
-            self._leaving.append(_Leaving(block.gone, nbytes))
-            block.evictions = [each for each in block.evictions if not each[0].done() or each[0].error is not None]
-            block.evictions.append((block.gone, block.read))
+            label = f"evict {block.shard}"
+            self._scheduler.submit(PAGES_LANE.name, block.give_pages_back, label=label, after=pending, announce=leaves)
         else:
+            leaves(None)
             block.give_pages_back()
-            block.gone = None
-        block.read = None
+
+    @staticmethod
+    def _note_move(block: HostBlock, to: Tier, ticket: Any) -> None:
+        block.moves = [(t, each) for t, each in block.moves if not each.done() or each.error is not None]
+        block.moves.append((to, ticket))
 
     def _discard(self, block: HostBlock) -> None:
         """Nobody will ask for what the block holds."""
@@ -481,6 +487,7 @@ class HostSpace:
                     for segment in on_flash
                 ]
                 block.read = self._scheduler.when_all(reads, label=f"read {block.shard}")
+                self._note_move(block, Tier.DRAM, block.read)
             except BaseException:
                 self._table.failed(block.shard, READ)
                 raise
@@ -492,6 +499,8 @@ class HostSpace:
                 self._wait(block.read, "read")
         else:
             block.read = opened[0] if opened else None
+            if block.read is not None:
+                self._note_move(block, Tier.DRAM, block.read)
             self._table.wrote(block.shard, Tier.DRAM)
             block.is_dirty = True
 
@@ -689,27 +698,27 @@ class HostSpace:
         if self.is_stuck:  # not every one, so what is under way stays lost
             return
         for block in self._paged:
-            stayed = [filled for gone, filled in block.evictions if gone.done() and gone.error is not None]
-            if stayed and (stayed[0] is None or stayed[0].error is None):
+            failed = next((to for to, ticket in block.moves if ticket.done() and ticket.error is not None), None)
+            if failed is Tier.NVME:
                 # Its pages never left, so they hold the newest bytes, whatever was ordered after.
-                if not block.is_resident:
-                    block.is_resident = True
-                    self._charge(block, block.nbytes)
-                block.is_dirty = True
+                block.take_pages()
+                block.is_resident = block.is_dirty = True
                 self._relist(block, Tier.DRAM)
-            elif stayed or (block.read is not None and block.read.done() and block.read.error is not None):
-                # Nothing was ordered before it but that read, so nothing has written to the pages.
+            elif failed is Tier.DRAM or isinstance(block.read, _Failed):
+                # Its bytes never came, so nothing has written to them.
                 block.is_resident = block.is_dirty = False
-                self._uncharge(block, block.charged_nbytes)
                 block.give_pages_back()
                 self._relist(block, Tier.NVME)
+                for segment in block.segments if block.role is Role.STATE and not block.tensors else ():
+                    segment.is_on_flash = False  # its first write was ordered, and there was nothing to write
             elif block.write is not None and block.write.done() and block.write.error is not None:
                 block.is_dirty = True
                 self._relist(block, Tier.DRAM)
             else:
                 self._note_write_ended(block)
+            block.moves = []
             block.read = block.write = block.gone = None
-            block.uses, block.evictions = [], []
+            block.uses = []
             if not block.is_shown or block.charged_nbytes:
                 block.charged_nbytes = block.nbytes if block.is_resident else 0
         self.used_nbytes = sum(block.charged_nbytes for block in self._paged)
