@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopkit import start
+from loopkit import python, start
 from test_memory import held_nbytes
 
 MiB, GiB = 1 << 20, 1 << 30
@@ -121,6 +121,54 @@ class _Lines:
             return []
         *whole, self._rest = (self._rest + os.read(self._fd, 1 << 16)).split(b"\n")
         return [line.decode().strip() for line in whole]
+
+
+_ATTACH = """
+import json, sys, threading, time
+import torch
+from torch import nn
+import lightning_tieroffload as tieroffload
+from test_cases_mem import held_nbytes
+
+def build(depth, width):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+def offload(model, dram):
+    tieroffload.offload(model, None, device="cpu", device_budget=9 << 20, dram_budget=dram, nvme_paths=["flash"])
+    return tieroffload.engine_of(model)
+
+offload(build(4, 64), 100000).close()
+empty = held_nbytes()
+model = build(16, 1024)
+before = held_nbytes()
+peaks, ended = [0], threading.Event()
+
+def watch():
+    while not ended.is_set():
+        text = open("/proc/self/smaps_rollup").read()
+        kib = [int(line.split()[1]) for line in text.splitlines() if line.startswith(("Anonymous", "Pss_Shmem"))]
+        peaks.append(1024 * sum(kib) - before)
+        time.sleep(0.001)
+
+thread = threading.Thread(target=watch)
+thread.start()
+engine = offload(model, 18 << 20)
+ended.set()
+thread.join()
+report = engine.report()["tiers"]["dram"]
+print(json.dumps({"peak": max(peaks), "after": held_nbytes() - empty, "model": before - empty, "dram": report}))
+"""
+
+
+def test_mem_04_attaching_takes_no_second_copy(tmp_path: Path) -> None:
+    """MEM-04: 64 MiB of parameters under 18 MiB of DRAM: unit by unit to flash, each one's first memory given back."""
+    done = python(_ATTACH, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["model"] >= 64 * MiB
+    assert found["dram"]["peak_nbytes"] <= found["dram"]["budget_nbytes"] == 18 * MiB
+    assert found["peak"] <= 24 * MiB, found  # beside the model that is there before
+    assert found["after"] <= 24 * MiB, found
 
 
 @pytest.mark.slow
