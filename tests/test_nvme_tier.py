@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,52 @@ def test_nothing_is_left_when_nobody_closes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     assert os.listdir(tmp_path) == []
+
+
+# ---------------------------------------------------------------- overlap
+
+
+def test_step_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With state on flash and room for three units: step() is over while not one write has ended."""
+    model, optimizer = mlp_build()()
+    attach(model, optimizer, Variant(budget="all"), nvme_paths=[tmp_path], dram_budget=430 * KiB)
+    engine = engine_of(model)
+    assert sum(u["state_home"] == "nvme" for u in engine.plan()["units"]) > 3
+    assert {u["param_home"] for u in engine.plan()["units"]} == {"dram"}
+    train(model, optimizer, 2)
+    engine.flush()
+    engine.core.scheduler.drain()
+    may_write = threading.Event()
+    write = os.pwritev
+
+    def late(*args: Any) -> int:
+        assert may_write.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwritev", late)
+    mlp_loss(model, batches(1)[0]).backward()
+    optimizer.step()
+    before = engine.report()["lanes"]["write0"]
+    assert before["num_running"] + before["num_queued"] > 0
+    may_write.set()
+    engine.core.scheduler.drain()
+    engine.close()
+
+
+def test_state_is_read_ahead_while_backward_runs(tmp_path: Path) -> None:
+    """By the time of step() the state that the first updates want is there, or on its way."""
+    model, optimizer = mlp_build()()
+    attach(model, optimizer, Variant(budget="all"), nvme_paths=[tmp_path], dram_budget=430 * KiB)
+    engine = engine_of(model)
+    train(model, optimizer, 3)
+    engine.flush()
+    engine.core.scheduler.drain()
+    mlp_loss(model, batches(1)[0]).backward()
+    on_flash = [unit.state_block.is_resident for unit in engine.units if unit.state_block.is_paged]
+    assert len(on_flash) > 3
+    assert on_flash[:2] == [True, True], on_flash
+    assert_dram_kept(engine.report())
+    engine.close()
 
 
 # ---------------------------------------------------------------- budgets

@@ -91,12 +91,14 @@ class DeviceSpace:
         self._has_several_threads = False
         self._touched: list[Part] = []  # what calls of user code outside windows are using right now
         self._distance_of: dict[int, int] = {}
+        self._forward_of: dict[int, int] = {}
         self._distance_key: Any = None
         self._next_index = 0
         self.host = HostSpace(
             self.table,
             self.ledger,
             next_uses=self._distances,
+            next_updates=self._update_order,
             add_stall=self.add_stall,
             moved_nbytes=self.moved_nbytes,
             no_overlap=no_overlap,
@@ -579,10 +581,17 @@ class DeviceSpace:
         key = (self.order.last, len(self._unit_at), self.order.num_hits + self.order.num_misses)
         if key != self._distance_key:
             self._distance_key = key
-            self._distance_of = {}
-            for position, (index, _) in enumerate(self.order.coming(3 * len(self._unit_at) + 8)):
+            self._distance_of, self._forward_of = {}, {}
+            for position, (index, phase) in enumerate(self.order.coming(3 * len(self._unit_at) + 8)):
                 self._distance_of.setdefault(index, position)
+                if phase is Phase.FORWARD:
+                    self._forward_of.setdefault(index, position)
         return self._distance_of
+
+    def _update_order(self) -> dict[int, int]:
+        """Unit index to its position in the coming step's updates, as predicted: that of the next forward."""
+        self._distances()
+        return self._forward_of
 
     def _victims(self, keep: UnitState | None) -> list[Part]:
         distances = self._distances()
@@ -727,6 +736,9 @@ class DeviceSpace:
             for unit in coming
             if unit is not None and not all(part.is_resident for part in unit.parts_for(self.wire_dtype))
         )
+        if self.order.last is not None and self.order.last[1] is Phase.BACKWARD:
+            order = self._update_order()
+            self.host.read_states_ahead(sorted(self.units, key=lambda unit: order.get(unit.index, 1 << 30)))
 
     def _make_room_for_later(self, nbytes: int, unit: UnitState, sooner: set[int]) -> bool:
         account = self.ledger[Tier.DEVICE]

@@ -149,6 +149,7 @@ class HostSpace:
 
     Args:
         next_uses: unit index to its position among the coming uses, as predicted.
+        next_updates: unit index to its position among the updates of the coming step, as predicted.
         add_stall: told of seconds that the calling thread waited.
         moved_nbytes: where bytes are counted.
     """
@@ -159,6 +160,7 @@ class HostSpace:
         ledger: Ledger,
         *,
         next_uses: Callable[[], dict[int, int]],
+        next_updates: Callable[[], dict[int, int]],
         add_stall: Callable[[str, float], None],
         moved_nbytes: dict[str, int],
         no_overlap: bool,
@@ -166,6 +168,7 @@ class HostSpace:
         self._table = table
         self._account = ledger[Tier.DRAM]
         self._next_uses = next_uses
+        self._next_updates = next_updates
         self._add_stall = add_stall
         self._moved_nbytes = moved_nbytes
         self._no_overlap = no_overlap
@@ -173,6 +176,8 @@ class HostSpace:
         self._mover: NvmeMover
         self.store: ExtentStore | None = None
         self.room_nbytes = 0  # for blocks whose home is flash
+        self.pass_nbytes = 0  # of it, what one unit's passes need at one time
+        self.forward_nbytes = 0  # and its forward alone
         self.used_nbytes = 0  # of it
         self.beside_nbytes = 0  # what DRAM holds beside it, when somebody last looked
         self.peak_nbytes = 0  # of both together
@@ -333,22 +338,21 @@ class HostSpace:
         block.uses = [ticket for ticket in block.uses if not ticket.done()]
         return [*block.uses, *(t for t in (block.read, block.write) if t is not None and not t.done())]
 
-    def _distance(self, block: HostBlock, uses: dict[int, int]) -> int:
+    def _distance(self, block: HostBlock) -> int:
         """How far the block's next use is. Parameters are used by passes, the rest by the updates that follow them."""
-        position = uses.get(block.unit.index, _FAR // 8)
         if block.role is Role.PARAM:
-            return position
+            return self._next_uses().get(block.unit.index, _FAR // 8)
+        position = self._next_updates().get(block.unit.index, _FAR // 8)
         return position + (_FAR if block.num_step == self._num_step else _FAR // 2)
 
     def _victims(self, keep: Sequence[HostBlock], *, only_idle: bool = False, beyond: int = -1) -> list[HostBlock]:
-        uses = self._next_uses()
         found: list[tuple[tuple[int, int], int, HostBlock]] = []
         for order, block in enumerate(self._paged):
             if not block.is_resident or not block.charged_nbytes or block in keep or block in self._leases:
                 continue
             if block.is_shown:
                 continue
-            distance = self._distance(block, uses)
+            distance = self._distance(block)
             if distance <= beyond:
                 continue
             if self._pending(block):
@@ -371,15 +375,18 @@ class HostSpace:
     def _is_dead(block: HostBlock) -> bool:
         return block.role is Role.GRAD and not block.unit.has_host_grads()
 
-    def _claim(self, nbytes: int, keep: Sequence[HostBlock], what: str) -> list[Ticket]:
-        """Make room; what comes into it must come behind the tickets. To be charged at once."""
+    def _claim(self, nbytes: int, keep: Sequence[HostBlock], what: str, *, spare_nbytes: int = 0) -> list[Ticket]:
+        """Make room; what comes into it must come behind the tickets. To be charged at once.
+
+        ``spare_nbytes`` of the room are left to others, where something can leave for them.
+        """
         if nbytes <= 0:
             return []
         self._reclaim_shown(keep)
-        if self.room_nbytes - self.used_nbytes < nbytes:
+        if self.room_nbytes - self.used_nbytes < nbytes + spare_nbytes:
             for victim in self._victims(keep):
                 self._evict(victim)
-                if self.room_nbytes - self.used_nbytes >= nbytes:
+                if self.room_nbytes - self.used_nbytes >= nbytes + spare_nbytes:
                     break
         for block in self._shown:  # tensors that user code holds: those bytes are the user's
             if self.room_nbytes - self.used_nbytes >= nbytes:
@@ -393,14 +400,14 @@ class HostSpace:
                 f"({format_nbytes(self._account.budget_nbytes)}) leaves for what is at home on flash; in use at the "
                 f"same time: {', '.join(held) or 'other mappings of the same unit'}. Raise dram_budget."
             )
-        return self._behind(nbytes)
+        return self._behind(nbytes, min(spare_nbytes, self.room_nbytes - self.used_nbytes - nbytes))
 
-    def _behind(self, nbytes: int) -> list[Ticket]:
-        """Evictions under way whose room ``nbytes`` more bytes take. See [Note: room]."""
+    def _behind(self, nbytes: int, spare_nbytes: int = 0) -> list[Ticket]:
+        """Evictions under way whose room ``nbytes`` more bytes take, beside ``spare_nbytes``. See [Note: room]."""
         while self._leaving and self._leaving[0].ticket.done():
             self._leaving.popleft()
         pending_nbytes = sum(each.left_nbytes for each in self._leaving if not each.ticket.done())
-        short_nbytes = nbytes - (self.room_nbytes - self.used_nbytes - pending_nbytes)
+        short_nbytes = nbytes - (self.room_nbytes - spare_nbytes - self.used_nbytes - pending_nbytes)
         behind: list[Ticket] = []
         for each in self._leaving:
             if short_nbytes <= 0:
@@ -419,24 +426,30 @@ class HostSpace:
             self._discard(block)
         else:
             self.write_behind(block)
+        pending = self._pending(block)
+
+        def leaves(gone: Any) -> None:
+            # Before it can run, and all or nothing: where it cannot be ordered, the block stays.
             self._note_write_ended(block, is_ordered=True)
             self._table.drop(block.shard, Tier.DRAM)
-        pending = self._pending(block)
-        nbytes = block.charged_nbytes
-        block.is_resident = False
-        block.uses = []
-        self._uncharge(block, nbytes)
+            nbytes = block.charged_nbytes
+            block.is_resident, block.gone, block.read, block.uses = False, gone, None, []
+            self._uncharge(block, nbytes)
+            if gone is not None:
+                self._note_move(block, Tier.NVME, gone)
+                self._leaving.append(_Leaving(gone, nbytes))
+
         if pending:
-            block.gone = self._scheduler.submit(
-                PAGES_LANE.name, block.give_pages_back, label=f"evict {block.shard}", after=pending
-            )
-            self._leaving.append(_Leaving(block.gone, nbytes))
-            block.evictions = [each for each in block.evictions if not each[0].done() or each[0].error is not None]
-            block.evictions.append((block.gone, block.read))
+            label = f"evict {block.shard}"
+            self._scheduler.submit(PAGES_LANE.name, block.give_pages_back, label=label, after=pending, announce=leaves)
         else:
+            leaves(None)
             block.give_pages_back()
-            block.gone = None
-        block.read = None
+
+    @staticmethod
+    def _note_move(block: HostBlock, to: Tier, ticket: Any) -> None:
+        block.moves = [(t, each) for t, each in block.moves if not each.done() or each.error is not None]
+        block.moves.append((to, ticket))
 
     def _discard(self, block: HostBlock) -> None:
         """Nobody will ask for what the block holds."""
@@ -481,6 +494,7 @@ class HostSpace:
                     for segment in on_flash
                 ]
                 block.read = self._scheduler.when_all(reads, label=f"read {block.shard}")
+                self._note_move(block, Tier.DRAM, block.read)
             except BaseException:
                 self._table.failed(block.shard, READ)
                 raise
@@ -492,6 +506,8 @@ class HostSpace:
                 self._wait(block.read, "read")
         else:
             block.read = opened[0] if opened else None
+            if block.read is not None:
+                self._note_move(block, Tier.DRAM, block.read)
             self._table.wrote(block.shard, Tier.DRAM)
             block.is_dirty = True
 
@@ -522,20 +538,39 @@ class HostSpace:
 
     def read_ahead(self, blocks: Iterable[HostBlock]) -> None:
         """Start reading blocks that are used soon, nearest first, while there is room that nobody needs sooner."""
-        uses: dict[int, int] | None = None
         for block in blocks:
             if not block.is_paged or block.is_resident or not block.segments:
                 continue
-            uses = self._next_uses() if uses is None else uses
             nbytes = block.nbytes
             if self.room_nbytes - self.used_nbytes < nbytes:
-                for victim in self._victims([block], only_idle=True, beyond=self._distance(block, uses)):
+                for victim in self._victims([block], only_idle=True, beyond=self._distance(block)):
                     self._evict(victim)
                     if self.room_nbytes - self.used_nbytes >= nbytes:
                         break
             if self.room_nbytes - self.used_nbytes < nbytes:
                 return
-            self._start(block, self._behind(nbytes), priority=self._distance(block, uses))
+            self._start(block, self._behind(nbytes), priority=self._distance(block))
+
+    def read_states_ahead(self, units: Iterable[UnitState]) -> None:
+        """Start reading the state that the coming step updates first, while backward leaves the disk alone.
+
+        Only into room that neither this pass nor state that is needed sooner wants.
+        """
+        for unit in units:
+            block = unit.state_block
+            if not block.is_paged or block.is_resident or not any(segment.is_on_flash for segment in block.segments):
+                continue
+            nbytes = block.nbytes
+            if self.room_nbytes - self.used_nbytes - self.pass_nbytes < nbytes:
+                distance = self._distance(block)
+                for victim in self._victims([block], only_idle=True, beyond=distance):
+                    if victim.role is Role.STATE:
+                        self._evict(victim)
+                        if self.room_nbytes - self.used_nbytes - self.pass_nbytes >= nbytes:
+                            break
+            if self.room_nbytes - self.used_nbytes - self.pass_nbytes < nbytes:
+                return
+            self._start(block, self._behind(nbytes), priority=self._distance(block))
 
     def lease(self, blocks: Iterable[HostBlock]) -> list[HostBlock]:
         """Bring blocks in together and keep them until ``end_lease``. CapacityError where they do not fit."""
@@ -623,7 +658,9 @@ class HostSpace:
         blocks = [block for block in unit.blocks if block.is_paged and block.segments]
         missing = [block for block in blocks if not block.is_resident]
         nbytes = sum(block.nbytes for block in missing)
-        behind = self._claim(nbytes, blocks, f"the update of {unit.name}") if missing else []
+        # The next forward must not wait behind all updates for room for its first parameters.
+        spare_nbytes = max(0, min(self.forward_nbytes, self.room_nbytes - sum(block.nbytes for block in blocks)))
+        behind = self._claim(nbytes, blocks, f"the update of {unit.name}", spare_nbytes=spare_nbytes) if missing else []
         for block in missing:
             self._start(block, behind, priority=priority)
         tickets = [ticket for block in blocks for ticket in (block.read, block.write) if ticket is not None]
@@ -689,27 +726,27 @@ class HostSpace:
         if self.is_stuck:  # not every one, so what is under way stays lost
             return
         for block in self._paged:
-            stayed = [filled for gone, filled in block.evictions if gone.done() and gone.error is not None]
-            if stayed and (stayed[0] is None or stayed[0].error is None):
+            failed = next((to for to, ticket in block.moves if ticket.done() and ticket.error is not None), None)
+            if failed is Tier.NVME:
                 # Its pages never left, so they hold the newest bytes, whatever was ordered after.
-                if not block.is_resident:
-                    block.is_resident = True
-                    self._charge(block, block.nbytes)
-                block.is_dirty = True
+                block.take_pages()
+                block.is_resident = block.is_dirty = True
                 self._relist(block, Tier.DRAM)
-            elif stayed or (block.read is not None and block.read.done() and block.read.error is not None):
-                # Nothing was ordered before it but that read, so nothing has written to the pages.
+            elif failed is Tier.DRAM or isinstance(block.read, _Failed):
+                # Its bytes never came, so nothing has written to them.
                 block.is_resident = block.is_dirty = False
-                self._uncharge(block, block.charged_nbytes)
                 block.give_pages_back()
                 self._relist(block, Tier.NVME)
+                for segment in block.segments if block.role is Role.STATE and not block.tensors else ():
+                    segment.is_on_flash = False  # its first write was ordered, and there was nothing to write
             elif block.write is not None and block.write.done() and block.write.error is not None:
                 block.is_dirty = True
                 self._relist(block, Tier.DRAM)
             else:
                 self._note_write_ended(block)
+            block.moves = []
             block.read = block.write = block.gone = None
-            block.uses, block.evictions = [], []
+            block.uses = []
             if not block.is_shown or block.charged_nbytes:
                 block.charged_nbytes = block.nbytes if block.is_resident else 0
         self.used_nbytes = sum(block.charged_nbytes for block in self._paged)

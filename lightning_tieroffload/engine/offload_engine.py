@@ -323,9 +323,14 @@ class _Core:
         elif least_nbytes:
             self.activation_nbytes = 0  # DRAM is what flash is short of: a plan recomputes instead
         self.space.host.room_nbytes = room_nbytes
+        on_flash = [need for need in needs if need.choice.param_home is Tier.NVME]
+        self.space.host.forward_nbytes = max((need.param_nbytes for need in on_flash), default=0)
+        self.space.host.pass_nbytes = least_room_nbytes(dataclasses.replace(need, state_nbytes=0) for need in needs)
         for unit, need in zip(units, needs, strict=False):  # the new ones come last
             if need.choice != unit.choice:
                 self.space.settle_home(unit, to_write=True)
+                for record in unit.grads:
+                    record.ticket.wait()
                 self.space.host.rehome(unit, need.choice)
                 if not unit.grad_block.segments:  # no gradient has come yet
                     self.space.host.reserve(unit.grad_block, need.grad_nbytes)
@@ -749,7 +754,7 @@ class OffloadEngine:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 slot = managed_slot(p)
-                if slot is not None and slot not in known:
+                if slot is not None and slot not in known and p.requires_grad:
                     by_unit.setdefault(slot.unit, {})[slot.index] = state_nbytes(optimizer, group, p)
         if not by_unit:
             return

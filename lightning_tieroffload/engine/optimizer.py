@@ -726,7 +726,11 @@ class Updates:
                 for source in sources:
                     source.wait()
                     (by_torch if source.kernel is None or source.grad is None else by_kernel).append(source)
-                if by_torch:
+                if by_torch and unit.state_block.is_paged:
+                    for source in by_torch:  # state that is being made takes memory beside the block: one at a time
+                        self._run_torch(raw, cls, [source], scalar_dtype)
+                        unit.hold_state(source.slot, dict.get(raw.state, source.slot.param))
+                elif by_torch:
                     self._run_torch(raw, cls, by_torch, scalar_dtype)
                 # All of a unit's parameters at once: the pool's threads go from one to the next without a gap.
                 among_numel = sum(source.slot.numel for source in by_kernel)
@@ -768,7 +772,7 @@ class Updates:
         self, raw: Optimizer, cls: type[Optimizer], sources: list[_Source], scalar_dtype: torch.dtype
     ) -> None:
         for source in [source for source in sources if _may_slice(raw, cls, source)]:
-            self._run_torch_sliced(raw, cls, source)
+            self._run_torch_sliced(raw, cls, source, scalar_dtype)
             sources.remove(source)
         if not sources:
             return
@@ -795,17 +799,17 @@ class Updates:
                 if not dict.get(raw.state, p, True):
                     dict.pop(raw.state, p)  # the class keeps nothing for this parameter
         for source in fresh:
-            entry: Any = dict.get(raw.state, source.slot.param)
-            dtype = torch.float32 if source.group.get("fused") else scalar_dtype
-            for name in _SCALARS if isinstance(entry, dict) else ():
-                if isinstance(entry.get(name), torch.Tensor) and entry[name].dtype != dtype:
-                    entry[name] = entry[name].to(dtype)
+            _set_scalar_dtype(dict.get(raw.state, source.slot.param), source, scalar_dtype)
 
     @staticmethod
-    def _run_torch_sliced(raw: Optimizer, cls: type, source: _Source) -> None:
-        """The class on one slice of a large parameter after the other, so that its temporaries are small."""
+    def _run_torch_sliced(raw: Optimizer, cls: type, source: _Source, scalar_dtype: torch.dtype) -> None:
+        """The class on one slice of a large parameter after the other, so that its temporaries are small.
+
+        At the first step each slice makes its own state, which is put together here.
+        """
         slot, numel = source.slot, source.slot.numel
-        entry = dict.__getitem__(raw.state, slot.param)
+        entry = dict.setdefault(raw.state, slot.param, {})
+        is_fresh = not entry
         scalars: dict[str, Any] = {}
         for begin in range(0, numel, _SLICE_NUMEL):
             end = min(begin + _SLICE_NUMEL, numel)
@@ -822,17 +826,29 @@ class Updates:
                 key: value
                 if not isinstance(value, torch.Tensor)
                 else (_flat(value)[begin:end] if value.numel() == numel else value.clone())
-                for key, value in entry.items()
+                for key, value in (entry.items() if not is_fresh else ())
             }
             clone = _clone(raw, cls, [{**source.group, "params": [host]}], {})
             clone.state = defaultdict(dict, {host: state})
             _inner_step(cls)(clone)
+            for key, value in clone.state[host].items() if is_fresh else ():
+                if isinstance(value, torch.Tensor) and value.numel() == end - begin:
+                    if begin == 0:
+                        entry[key] = _new_state_tensor(slot, key, value.dtype)
+                    _flat(entry[key])[begin:end] = value
+                elif begin == 0:
+                    entry[key] = value
+            state = clone.state[host]
             if split is not None:
                 split_f32(values.numpy(), split.hi_u16[begin:end], split.lo_u16[begin:end], split.ties_u8[bits])
             scalars = {
                 key: value for key, value in state.items() if not isinstance(value, torch.Tensor) or value.numel() == 1
             }
         entry.update(scalars)
+        if is_fresh:
+            _set_scalar_dtype(entry, source, scalar_dtype)
+            if not entry:
+                dict.pop(raw.state, slot.param)  # the class keeps nothing for this parameter
 
     def _start_kernel(self, raw: Optimizer, source: _Source, among_numel: int) -> Future[None]:
         kernel, slot = source.kernel, source.slot
@@ -1117,13 +1133,29 @@ def _may_slice(raw: Optimizer, cls: type, source: _Source) -> bool:
     if cls not in _ELEMENTWISE or source.group.get("fused") or source.grad is None or slot.numel <= 2 * _SLICE_NUMEL:
         return False
     entry: Any = dict.get(raw.state, slot.param)
-    # The first step makes the state, of whole tensors.
-    return bool(entry) and all(
+    if not entry:
+        # Where all that it keeps is known, so that nothing of it depends on the shape.
+        return num_moments(raw, source.group) > 0
+    return all(
         not isinstance(value, torch.Tensor)
         or value.numel() == 1
         or (value.shape == slot.shape and value.stride() == slot.stride and value.device.type == "cpu")
         for value in entry.values()
     )
+
+
+def _new_state_tensor(slot: ParamSlot, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor for state of the slot's shape: in the unit's block, or in memory of its own."""
+    made = slot.unit.state_block.take_state(slot, name, dtype)
+    return made if made is not None else torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device="cpu")
+
+
+def _set_scalar_dtype(entry: Any, source: _Source, scalar_dtype: torch.dtype) -> None:
+    """State entries that torch makes in the default dtype: in that of the time of ``step()``."""
+    dtype = torch.float32 if source.group.get("fused") else scalar_dtype
+    for name in _SCALARS if isinstance(entry, dict) else ():
+        if isinstance(entry.get(name), torch.Tensor) and entry[name].dtype != dtype:
+            entry[name] = entry[name].to(dtype)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

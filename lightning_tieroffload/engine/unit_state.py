@@ -231,7 +231,7 @@ class HostBlock:
         self.read: Any = None  # what the pages' content comes with
         self.write: Any = None  # the last write to flash
         self.gone: Any = None  # gives the pages back
-        self.evictions: list[tuple[Any, Any]] = []  # each that is under way, and the read that had filled the pages
+        self.moves: list[tuple[Tier, Any]] = []  # (to which tier, ticket) in order, those that have gone well left out
         self.uses: list[Any] = []  # updates and copies that read or write the pages
         self.num_step = -1  # of the last update that used it
         self.num_ordered = 0  # position of the last work on it among all that were ordered

@@ -21,6 +21,10 @@ by every later `submit`, `wait` and `raise_pending_error`. Works that are queued
 shards' bytes, and finishing them leaves more of the state whole. Works submitted with ``may_fail=True`` keep their
 error to their own ticket.
 
+[Note: time-outs] Works are ordered far ahead, so a ticket may wait for hundreds of others, and for minutes, on a disk
+that is only slow. A wait without a time-out of its own therefore ends when nothing at all has ended for ``timeout_s``;
+a single work that runs for longer is an error of its own.
+
 [Note: an error is not an end] `wait` can raise (a time-out, somebody else's error, Ctrl-C) while the work still runs
 and still writes. Memory may be freed when `ticket.done()`, or after `drain` or `close` have returned.
 """
@@ -120,6 +124,7 @@ class _Core:
         self._closing = False
         self._observer = observer
         self._had_timeout = False
+        self._num_ended = 0  # a sign of life: whether it counts each one does not matter
         self.loop_thread = LoopThread(f"{name}-loop", on_death=self._loop_died)
         self._supervised = False
         # The seeded mode: no lane threads; works run in the threads that submit and wait. [See Scheduler]
@@ -495,6 +500,7 @@ class _Core:
         if error is not None and is_news and not ticket._may_fail:
             self.record_error(error)
         ticket._done = True
+        self._num_ended += 1
         self._unfinished.discard(ticket)
         self._at_work.pop(ticket, None)
         ticket._run_callbacks()
@@ -508,12 +514,16 @@ class _Core:
             raise TierOffloadError(f"{ticket.label}: a coroutine must `await` the ticket; waiting would stop the loop.")
         if self._rng is not None:
             self.debug_finish(ticket)
-        self._park(ticket, self.timeout_s if timeout_s is None else timeout_s, ends_on_error=True)
+        self._park(ticket, timeout_s, ends_on_error=True)
 
-    def _park(self, ticket: TransferTicket[Any], timeout_s: float, *, ends_on_error: bool) -> None:
+    def _park(self, ticket: TransferTicket[Any], timeout_s: float | None, *, ends_on_error: bool) -> None:
+        """Sleep until the ticket is done. [Note: time-outs]"""
         if ticket._done:
             return
-        started_s = time.monotonic()
+        started_s = still_s = time.monotonic()
+        is_patient = timeout_s is None
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        num_ended = self._num_ended
         look_s = _FIRST_LOOK_S
         sleeper = threading.Lock()  # its timed acquire is interrupted by Ctrl-C in the main thread
         sleeper.acquire()
@@ -535,11 +545,13 @@ class _Core:
                     look_s += _POLL_S
                     self._look_after(ticket)
                     continue
-                if waited_s >= timeout_s:
+                if is_patient and num_ended != self._num_ended:
+                    num_ended, still_s = self._num_ended, time.monotonic()
+                if time.monotonic() - still_s >= timeout_s:
                     if timeout_s >= self.timeout_s:  # not so for a caller that only looks in now and then
                         self._had_timeout = True
                     raise TransferTimeoutError(self._timeout_message(ticket, waited_s))
-                sleeper.acquire(timeout=max(0.0, min(look_s, timeout_s) - waited_s))
+                sleeper.acquire(timeout=max(0.0, min(look_s, still_s - started_s + timeout_s) - waited_s))
         finally:
             self._parked.discard(wake)
             try:
@@ -585,17 +597,18 @@ class _Core:
         for ticket in tickets:
             self.cancel(ticket)
         for ticket in tickets:
-            self._park(ticket, self.timeout_s, ends_on_error=False)
+            self._park(ticket, None, ends_on_error=False)
 
     def settle(self, timeout_s: float | None) -> None:
         self.check_process()
         if self._rng is not None:
             while self._debug_run_one():
                 pass
-        deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while pending := self._pending():
             for ticket in pending:
-                self._park(ticket, max(0.0, deadline_s - time.monotonic()), ends_on_error=False)
+                left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+                self._park(ticket, left_s, ends_on_error=False)
 
     def drain(self, timeout_s: float | None) -> None:
         self.settle(timeout_s)
