@@ -122,7 +122,7 @@ def test_what_users_hold_outlives_the_engine(ended: bool) -> None:
 def test_another_shape_or_other_memory_in_place_is_refused(way: str) -> None:
     def loop(model: Any, optimizer: Any, look: Any) -> None:
         p = next(p for p in model.parameters() if p.ndim == 2)
-        arguments = {"set_": (torch.ones(p.shape),), "t_": (), "resize_": (3,)}[way]
+        arguments = {"set_": (torch.ones(3, 5),), "t_": (), "resize_": (3,)}[way]
         with torch.no_grad():
             getattr(p, way)(*arguments)
 
@@ -238,3 +238,22 @@ def test_mutation_of_saved_parameters_is_refused_by_name() -> None:
         with pytest.raises(RuntimeError, match="allow_mutation_on_saved_tensors does not reach"):
             loss.backward()
     engine.close()
+
+
+def test_parametrization_is_put_on_and_taken_off_while_offloaded() -> None:
+    """``remove_parametrizations`` gives the parameter its last values by ``set_``: of its shape, so they are taken."""
+
+    class Bounded(torch.nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return w.tanh()
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        owner = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+        for step, x in enumerate(batches(6, 4, 24)):
+            if step == 2:
+                torch.nn.utils.parametrize.register_parametrization(owner, "weight", Bounded())
+            if step == 4:
+                torch.nn.utils.parametrize.remove_parametrizations(owner, "weight")
+            look(loss=train(model, optimizer, x), weight=owner.weight.detach().clone())
+
+    check(build, loop, FULL)

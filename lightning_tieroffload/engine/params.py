@@ -186,8 +186,16 @@ class _Managed(nn.Parameter):
         return id(self)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused; a method, since ``Tensor.set_`` does not go through ``__torch_function__``."""
-        raise _fixed(self._tieroffload_slot, "set_")
+        """``p.data = source`` for a source of p's shape and dtype, else refused.
+
+        A method, since ``Tensor.set_`` does not go through ``__torch_function__``.
+        """
+        slot = self._tieroffload_slot
+        source = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(source, torch.Tensor) or (source.shape, source.dtype) != (slot.shape, slot.dtype):
+            raise _fixed(slot, "set_")
+        slot.owner.replace_data(slot, source.detach())
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
