@@ -25,6 +25,11 @@ def _conv() -> nn.Module:
     )
 
 
+def _deep() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Sequential(*layers), nn.Linear(64, 1))
+
+
 def _step(model: nn.Module, optimizer: Any, autocast: bool) -> torch.Tensor:
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -74,7 +79,9 @@ def _close_and_offload_again(model: nn.Module) -> None:
 @pytest.mark.parametrize("end", [_close, _close_and_offload_again])
 @pytest.mark.parametrize("make", [lambda: mlp(3), _conv])
 @pytest.mark.parametrize(
-    "settings", [{}, {"autocast": True}, {"activations": "offload"}], ids=["keep", "bf16", "activations offloaded"]
+    "settings",
+    [{"activations": "keep"}, {"activations": "keep", "autocast": True}, {"activations": "offload"}],
+    ids=["keep", "bf16", "activations offloaded"],
 )
 def test_graph_from_before_close_is_as_good_as_plain(make: Any, settings: dict[str, Any], end: Any) -> None:
     """Backward after close() through a graph recorded before it: the plain run's gradients, bit for bit."""
@@ -90,7 +97,15 @@ def test_graph_from_before_close_notices_writes_as_plain_does() -> None:
             model[2].weight.mul_(2)
 
     for end in (None, _close):
-        assert "modified by an inplace operation" in _old_graph(lambda: mlp(3), end, write)[1]
+        error = _old_graph(lambda: mlp(3), end, write, activations="keep")[1]
+        assert "modified by an inplace operation" in error
+
+
+def test_graph_from_before_close_that_recomputes_says_so() -> None:
+    """Recompute that the engine imposed runs through the engine: one clear error, with what to do."""
+    error = _old_graph(_deep, _close, lambda _: None, activations="recompute")[1]
+    for part in ("before engine.close()", "unit", 'activations="keep"'):
+        assert part in error
 
 
 def test_graph_from_before_close_says_that_the_memory_is_another() -> None:
@@ -99,7 +114,7 @@ def test_graph_from_before_close_says_that_the_memory_is_another() -> None:
     def swap(model: nn.Module) -> None:
         model[2].weight.data = torch.zeros(64, 64)
 
-    error = _old_graph(lambda: mlp(3), _close, swap)[1]
+    error = _old_graph(lambda: mlp(3), _close, swap, activations="keep")[1]
     for part in ("2.weight", "before engine.close()", "other memory"):
         assert part in error
 

@@ -244,6 +244,12 @@ class ModuleHooks:
         return recompute.why_refused or (recompute.why_not_now if recompute.num_dropped == 0 else None)
 
     def _run_again(self, module: nn.Module, units: Sequence[UnitState], args: Any, kwargs: Any) -> None:
+        closed = next((unit.name for unit in units if unit.is_closed), None)
+        if closed is not None:
+            raise RuntimeError(
+                f"backward runs through a graph that was recorded before engine.close(), and unit {closed} was to be "
+                'recomputed, which is the engine\'s. Run backward before close(), or set activations="keep".'
+            )
         try:
             self.enter(module, units, again=True)
             module.forward(*args, **kwargs)
