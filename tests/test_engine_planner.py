@@ -112,6 +112,15 @@ def test_activations_leave_where_they_do_not_fit() -> None:
     engine.close()
 
 
+def test_the_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """One line says what was decided and what it is expected to take; whoever wants more gets the table."""
+    with caplog.at_level(logging.DEBUG, logger=engine_planner.__name__):
+        trained(budget=120 * KiB).close()
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert any(level == "INFO" and "activations" in text and "s a step expected" in text for level, text in said), said
+    assert any(level == "DEBUG" and "update on" in text and "keep" in text for level, text in said), said
+
+
 def test_nothing_leaves_where_everything_fits() -> None:
     """The planner declines: no solver runs, activations stay, and as many bytes move as with ``keep``."""
     ours, kept = trained(budget="all"), trained(budget="all", activations="keep")

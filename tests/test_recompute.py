@@ -499,6 +499,29 @@ def test_hugging_face_layers(use_cache: bool) -> None:
     assert layers == (["an input is a DynamicCache"] * 2 if use_cache else [3, 3])
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_hugging_face_gradient_checkpointing_is_left_alone(use_reentrant: bool) -> None:
+    """What ``Trainer(gradient_checkpointing=True)`` turns on: layers checkpoint themselves, nothing is added."""
+
+    def build() -> Any:
+        model = gpt_tiny(resid_pdrop=0.1)
+        model.train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for ids in token_batches(4):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(build, loop, QUICK, activations="recompute")
+    layers = [each for name, each in dropped_by(build, loop).items() if ".h." in name]
+    assert not any(isinstance(each, int) and each > 0 for each in layers), layers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", MODELS)

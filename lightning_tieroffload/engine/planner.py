@@ -18,7 +18,9 @@ leaves part of the memory to activations (config.py, [Note: margins]); the plan 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import io
 import itertools
 import logging
 import os
@@ -286,9 +288,13 @@ class Planner:
         start_s = time.perf_counter()
         with _user_generator():
             plan = self._solve(self._instance(self.profile))
+        kinds = collections.Counter(line.activation.value for line in plan.units if line.name != REST)
         _log.info(
-            "plan after %s, in %.2f s%s", why, time.perf_counter() - start_s, f": {plan.note}" if plan.note else ""
-        )
+            "plan after %s, in %.2f s: activations %s; %.3g s a step expected, bound by %s%s",
+            why, time.perf_counter() - start_s, ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
+            plan.forecast.step_s, plan.forecast.bottleneck, f" ({plan.note})" if plan.note else "",
+        )  # fmt: skip
+        _log.debug("%s", _Table(plan))
         self._follow(plan)
 
     def _follow(self, plan: Plan) -> None:
@@ -334,13 +340,13 @@ class Planner:
         by_index = {unit.index: unit for unit in self._space.units}
         order = [by_index[index] for index in profiler.order() if index in by_index]
         order += [unit for unit in self._space.units if unit not in order]
-        counts = [m.num_forward for unit in order if (m := profiler.least(unit.index)).num_forward > 0]
+        counts = [m.num_forward for unit in order if (m := profiler.usual(unit.index)).num_forward > 0]
         self._num_micro = max(1, round(statistics.median(counts))) if counts else 1
         names = self._names()
-        units = [self._unit_profile(unit, names[unit], profiler.least(unit.index)) for unit in order]
-        rest = profiler.least(None)
+        units = [self._unit_profile(unit, names[unit], profiler.usual(unit.index)) for unit in order]
+        rest = profiler.usual(None)
         step = profiler.steps[-1]
-        step_s = min(each.step_s for each in profiler.steps)
+        step_s = profiler.step_s()
         units.append(UnitProfile(REST, 0, 0, 0, 0, rest.saved_nbytes, 0.0, 0.0, can_recompute=False))
         profile = Profile(
             machine=machine,
@@ -351,7 +357,7 @@ class Planner:
                 "last_step_s": step.step_s,
                 "num_micro_batches": self._num_micro,
                 "lifetimes": {
-                    names[unit]: self._lifetimes(unit, profiler.least(unit.index), step.step_s) for unit in order
+                    names[unit]: self._lifetimes(unit, profiler.usual(unit.index), step.step_s) for unit in order
                 },
             },
         )
@@ -590,6 +596,21 @@ class Planner:
             return {"step_s": None, "device_peak_nbytes": None, "bottleneck": None}
         forecast: Forecast = self.plan.forecast
         return forecast.to_json()
+
+
+class _Table:
+    """A plan's table as text, made only if the record is written somewhere."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __str__(self) -> str:
+        with _user_generator():
+            from rich.console import Console
+        console = Console(file=io.StringIO(), width=120)
+        with console.capture() as captured:
+            console.print(self._plan.as_table())
+        return captured.get()
 
 
 def _code(placement: Placement) -> str:

@@ -6,13 +6,14 @@ a ``Profile`` of it.
 [Note: whose seconds] Time is cut at each event (a unit's forward begins or ends, its backward begins, backward ends)
 and each piece belongs to what ran then: one unit's forward, backward or second forward, or nothing of ours (loss,
 optimizer, loader). Without an accelerator the seconds that the engine's own copies took are left out; with one, pieces
-end at events on the compute stream. Of several steps the least counts, piece by piece: the first one touches memory for
-the first time and compiles kernels.
+end at events on the compute stream. Of several steps the first is left out, which touches memory for the first time and
+compiles kernels; of the others the median counts.
 """
 
 from __future__ import annotations
 
 import enum
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -237,13 +238,20 @@ class Profiler:
         """Units, by their index, in the order of their first use in the last step."""
         return [unit for unit in self.steps[-1].units if unit is not None] if self.steps else []
 
-    def least(self, unit: int | None) -> Measured:
-        """The unit's figures: the least seconds of all steps, the most bytes, uses as in the last one."""
-        seen = [step.units[unit] for step in self.steps if unit in step.units]
+    def _warm(self) -> list[_Step]:
+        return self.steps[1:] or self.steps
+
+    def step_s(self) -> float:
+        """Seconds of a step, watching included."""
+        return statistics.median(step.step_s for step in self._warm())
+
+    def usual(self, unit: int | None) -> Measured:
+        """The unit's figures: the median seconds, the most bytes, uses as in the last step."""
+        seen = [step.units[unit] for step in self._warm() if unit in step.units]
         if not seen:
             return Measured()
         return Measured(
-            seconds={phase: min(m.seconds[phase] for m in seen) for phase in Phase},
+            seconds={phase: statistics.median(m.seconds[phase] for m in seen) for phase in Phase},
             num_forward=seen[-1].num_forward,
             saved_nbytes=max(m.saved_nbytes for m in seen),
             boundary_nbytes=max(m.boundary_nbytes for m in seen),
