@@ -248,7 +248,7 @@ class TierOffloadConfig:
     state_dtype: str = "fp32"
     planner: str = "ilp"
     plan_file: str | None = None
-    profile_steps: int = 2
+    profile_steps: int | Auto = "auto"
     verify_reads: bool = True
     prefetch_units: int | Auto = "auto"
     io_threads: int | Auto = "auto"
@@ -276,7 +276,7 @@ class TierOffloadConfig:
         state_dtype: str | None = None,
         planner: str | None = None,
         plan_file: str | os.PathLike[str] | None = None,
-        profile_steps: int | None = None,
+        profile_steps: int | Auto | None = None,
         verify_reads: bool | None = None,
         prefetch_units: int | str | None = None,
         io_threads: int | str | None = None,
@@ -392,7 +392,7 @@ _READERS: dict[str, _Reader] = {
     ),
     "planner": _choice_reader("ilp", "greedy", "lifetime"),
     "plan_file": _optional_path,
-    "profile_steps": _integer_reader(0, 1000),
+    "profile_steps": _auto_integer_reader(0, 1000),
     "verify_reads": _flag,
     "prefetch_units": _auto_integer_reader(0, 1024),
     "io_threads": _auto_integer_reader(1, 256),

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,9 @@ from torch import nn
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine import planner as engine_planner
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
+from lightning_tieroffload.engine.planner import Planner
 from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
+from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape
 from lightning_tieroffload.planning.cost_model import ActivationChoice
 from lightning_tieroffload.planning.plan import Plan
 from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME, Profile
@@ -516,3 +519,36 @@ def test_hugging_face_trainer_finds_its_batch_size(tmp_path: Path) -> None:
 
 def _full(x: torch.Tensor) -> None:
     raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to hold {len(x)} rows.")
+
+
+def test_batches_of_one_size_are_planned_for_once_whatever_the_first_unit_takes() -> None:
+    """An embedding takes ids, its layers take vectors: what is compared from step to step is one unit's input."""
+    shape = LLAMA_SIZES["tiny"]
+
+    def build_llama() -> tuple[nn.Module, Any]:
+        model = LlamaShape.with_random_weights(shape, max_length=16, seed=0, device=CPU, recompute=True)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            model(torch.randint(shape.vocabulary, (2, 16), generator=generator)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    engine = trained(build_llama, loop, units=["DecoderLayer"])
+    planner = engine.core.planner
+    assert planner.num_plans == 1
+    peak_nbytes = engine.report()["forecast"]["device_peak_nbytes"]
+    assert 0 < peak_nbytes < 100 * sum(p.nbytes for p in engine.kept_alive[0].parameters())
+    engine.close()
+
+
+def test_beside_a_gpu_nothing_is_planned_unless_asked() -> None:
+    for device, asked, wanted in (("cpu", "auto", 2), ("cuda", "auto", 0), ("cuda", 3, 3)):
+        space = SimpleNamespace(device=torch.device(device))
+        planner = Planner(
+            TierOffloadConfig(profile_steps=asked), space, None,  # type: ignore[arg-type]
+            placements=None, state_nbytes=None, apply=None, can_offload=None, why_not_recompute=None,  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert planner._profile_steps == wanted

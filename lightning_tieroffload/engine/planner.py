@@ -124,6 +124,9 @@ class Planner:
         self._apply = apply
         self._can_offload = can_offload
         self._why_not_recompute = why_not_recompute
+        steps = config.profile_steps
+        # Beside a GPU what was planned by itself was slower than the cautious plan: see "GPU" in docs/log.md.
+        self._profile_steps = (0 if space.device.type == "cuda" else 2) if steps == "auto" else steps
         self._counts_activations = config.activations == "auto"
         self._machine: MachineProfile | None = None
         self._is_fixed = False  # by plan_file
@@ -147,7 +150,7 @@ class Planner:
     # ------------------------------------------------------------------------------------------------- when
     def start(self) -> None:
         """Watch the first steps, which run on the cautious plan."""
-        if self._config.profile_steps > 0 and not self._is_fixed:
+        if self._profile_steps > 0 and not self._is_fixed:
             self._watch()
 
     def _watch(self) -> None:
@@ -164,7 +167,7 @@ class Planner:
         now_s = time.perf_counter()
         self._num_steps += 1
         if self._profiler.is_on:
-            if self._profiler.end_step() >= self._config.profile_steps:
+            if self._profiler.end_step() >= self._profile_steps:
                 self._plan_from_steps()
                 self._last_s = None
             return
@@ -209,7 +212,7 @@ class Planner:
         _log.warning(
             "the last %d steps took %.3g s, %.3g s when the plan was made: the next %d steps are watched, and the plan "
             "is made again",
-            _NUM_DRIFT_STEPS, statistics.median(laps_s), self._baseline_s, self._config.profile_steps,
+            _NUM_DRIFT_STEPS, statistics.median(laps_s), self._baseline_s, self._profile_steps,
         )  # fmt: skip
         return True
 
@@ -276,12 +279,13 @@ class Planner:
                 self._machine = measure_machine(self._space.device, self._space.streams, name)
             self.profile = self._make_profile(self._machine)
             self._write_profile(self.profile)
-        inputs = self._profiler.steps[-1].inputs
-        self._profiled_numel = self._largest_numel = max((_numel(shape) for shape in inputs), default=0)
-        self._growth = 1.0
         with_root = {unit.index for unit in self._space.units if unit.root is not None}
         self._first_index = next((index for index in self._profiler.order() if index in with_root), None)
-        self._replan(f"{self._config.profile_steps} watched steps")
+        # Of that very unit: the first one in use may be an embedding, whose input is ids.
+        numel = self._profiler.steps[-1].numel_of.get(self._first_index, 0) if self._first_index is not None else 0
+        self._profiled_numel = self._largest_numel = numel
+        self._growth = 1.0
+        self._replan(f"{self._profile_steps} watched steps")
 
     def _replan(self, why: str) -> None:
         assert self.profile is not None
@@ -615,13 +619,6 @@ class _Table:
 
 def _code(placement: Placement) -> str:
     return "/".join([*(tier.name.lower() for tier in placement[:3]), placement[3].value])
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    result = 1
-    for extent in shape:
-        result *= extent
-    return result
 
 
 class _user_generator:

@@ -13,6 +13,7 @@ compiles kernels; of the others the median counts.
 from __future__ import annotations
 
 import enum
+import math
 import statistics
 import threading
 import time
@@ -58,6 +59,8 @@ class _Step:
     units: dict[int | None, Measured] = field(default_factory=dict)  # in the order of first use; None: the rest
     step_s: float = 0.0
     inputs: tuple[tuple[int, ...], ...] = ()
+    numel_of: dict[int, int] = field(default_factory=dict)
+    """Unit index to the elements of its largest input: what tells one batch's size from another's."""
     is_whole: bool = True
     num_backward: int = 0
 
@@ -175,6 +178,8 @@ class Profiler:
             shapes = tuple(tuple(t.shape) for t in _tensors(inputs))
             if not step.inputs:
                 step.inputs = shapes
+            numel = max((math.prod(shape) for shape in shapes), default=0)
+            step.numel_of[unit.index] = max(numel, step.numel_of.get(unit.index, 0))
             if self._is_first_pass:
                 for tensor in _tensors(inputs):
                     self._note(unit.index, tensor, is_input=True)
