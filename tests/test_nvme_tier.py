@@ -378,6 +378,37 @@ def test_nothing_is_left_when_nobody_closes(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("debug", [POISON, SLOW])
+def test_what_the_device_holds_is_not_read_from_flash(tmp_path: Path, debug: frozenset[str]) -> None:
+    """The homes of units that the device holds come from there, in the least DRAM: flash may hold anything."""
+    build = mlp_build()
+    budget = least_dram(build, tmp_path)
+    torch.manual_seed(0)
+    model, optimizer = build()
+    engine = attach(model, optimizer, Variant(debug, budget="all"), nvme_paths=[tmp_path], dram_budget=budget)
+    train(model, optimizer, 2)
+    mlp_loss(model, batches(1)[0]).backward()
+    engine.core.scheduler.drain()
+    store = engine.core.store
+    assert store is not None
+    num_lost = 0
+    for unit in engine.units:
+        assert all(part.is_resident for part in unit.full_parts)
+        if not unit.param_block.is_resident:
+            num_lost += 1
+            for segment in unit.param_block.segments:
+                extent = store.pieces_of(segment.name)[0].extent
+                with open(extent.path, "r+b") as file:
+                    file.seek(extent.offset_nbytes)
+                    file.write(b"\xff" * extent.nbytes)
+    assert num_lost > 1
+    expected = {name: p.detach() for name, p in plain(2)[0].named_parameters()}
+    found = model.state_dict()
+    assert all(same_bits(expected[name], found[name]) for name in expected)
+    engine.close()
+    assert all(same_bits(expected[name], p) for name, p in model.named_parameters())
+
+
 # ---------------------------------------------------------------- overlap
 
 

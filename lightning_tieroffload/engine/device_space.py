@@ -306,6 +306,7 @@ class DeviceSpace:
         with self.lock:
             self.wait_home(unit)
             self._settle_split(unit)
+            self._home_from_device(unit, may_wait=True)
             for part in unit.full_parts:
                 self._land(part)
                 self._notice_writes(part)
@@ -315,6 +316,23 @@ class DeviceSpace:
                 self._land(part)
                 part.home_read.wait()
             self.host.bring_in(unit.param_block, to_write=to_write)
+
+    def _home_from_device(self, unit: UnitState, *, may_wait: bool) -> None:
+        """A home on flash whose every part the device holds comes from there: no read, hence no failed one."""
+        if not unit.param_block.is_paged or unit.param_block.is_resident or unit.wire is not None:
+            return
+        for part in unit.full_parts:
+            if not part.is_resident:
+                return
+            self._land(part)
+            self._notice_writes(part)
+            if not (self.table.is_valid(part.shard, Tier.DEVICE) and self.table.is_valid(part.shard, Tier.DRAM)):
+                return  # what was written to it goes down as a whole
+        if self.host.open_unread(unit.param_block, may_wait=may_wait):
+            for part in unit.full_parts:
+                assert part.home_flat is not None
+                part.download = self.download([(part.home_flat, part.flat)], f"home ({part.name})")
+                self.host.note_use(unit.param_block, part.download)
 
     def home_written(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
         """The host has written to the home, which the caller had settled before, ``to_write``."""
@@ -363,6 +381,7 @@ class DeviceSpace:
         """
         with self.lock:
             copies: list[CopyTicket] = []
+            self._home_from_device(unit, may_wait=False)
             for part in (*self._split_parts(unit), *unit.device_state, *unit.full_parts):
                 self._land(part)
                 copies.append(part.home_read)

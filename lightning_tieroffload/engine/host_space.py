@@ -527,6 +527,29 @@ class HostSpace:
             self._wait(block.write, "write")
             self._note_write_ended(block)
 
+    def open_unread(self, block: HostBlock, *, may_wait: bool) -> bool:
+        """Take pages for a block whose bytes the caller has, and fills in at once. False where it would have to wait.
+
+        What it fills in must be what flash holds.
+        """
+        is_going = block.gone is not None and not block.gone.done()
+        if may_wait:
+            self._wait_all(self._claim(block.nbytes, [block], block.shard), "write")
+            if is_going:
+                self._wait(block.gone, "write")
+        else:
+            leaving_nbytes = sum(each.left_nbytes for each in self._leaving if not each.ticket.done())
+            if is_going or self.room_nbytes - self.used_nbytes - leaving_nbytes < block.nbytes:
+                return False
+        self._table.begin(block.shard, READ)
+        block.read = _Failed()
+        self._charge(block, block.nbytes)
+        block.is_resident = True
+        block.take_pages()
+        self._table.landed(block.shard, READ)
+        block.read = None
+        return True
+
     def is_ready(self, block: HostBlock) -> bool:
         """Whether ``bring_in`` would not wait."""
         return not block.is_paged or (block.is_resident and (block.read is None or block.read.done()))
