@@ -26,6 +26,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,12 +174,24 @@ def _path(key: str, value: object) -> str:
     text = os.fspath(value)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise _refuse(key, value, "a path that is not empty")
+    expanded = os.path.expanduser(os.path.expandvars(text))
+    if unset := re.search(r"\$\{?(\w+)", expanded):
+        raise _refuse(key, value, f"a path whose variables are set; {unset[1]} is not in the environment")
+    if "://" in expanded:
+        raise _refuse(key, value, "a path of the file system; addresses of other stores mean nothing here")
     # Made absolute here, once: a process that is started in another folder must mean the same place.
-    return os.path.abspath(os.path.expanduser(os.path.expandvars(text)))
+    return os.path.abspath(expanded)
 
 
 def _optional_path(key: str, value: object) -> str | None:
     return None if isinstance(value, str) and value.strip().lower() == "none" else _path(key, value)
+
+
+def _optional_directory(key: str, value: object) -> str | None:
+    path = _optional_path(key, value)
+    if path is not None and os.path.exists(path) and not os.path.isdir(path):
+        raise _refuse(key, value, "a directory, or one that can be made; this is a file")
+    return path
 
 
 def _paths(key: str, value: object) -> tuple[str, ...]:
@@ -193,25 +206,26 @@ def _paths(key: str, value: object) -> tuple[str, ...]:
     return paths
 
 
-def _names(key: str, value: object) -> tuple[str, ...]:
+def _names(key: str, value: object, allowed: str) -> tuple[str, ...]:
     entries = value.split(",") if isinstance(value, str) else value
     if not isinstance(entries, (list, tuple, set, frozenset)):
-        raise _refuse(key, value, '"auto" or a list of class names')
+        raise _refuse(key, value, allowed)
     names: list[str] = []
     for entry in sorted(entries, key=str) if isinstance(entries, (set, frozenset)) else entries:
         if not isinstance(entry, str) or not entry.strip():
-            raise _refuse(key, value, '"auto" or a list of class names, such as ["GPT2Block"]')
+            raise _refuse(key, value, allowed)
         names.append(entry.strip())
     if not names:
-        raise _refuse(key, value, '"auto" or at least one class name')
+        raise _refuse(key, value, allowed)
     return tuple(dict.fromkeys(names))
 
 
 def _units(key: str, value: object) -> Auto | tuple[str, ...]:
-    return "auto" if _is_auto(value) else _names(key, value)
+    return "auto" if _is_auto(value) else _names(key, value, '"auto" or a list of class names, such as ["GPT2Block"]')
 
 
 _DEBUG_CHOICES = ("delays", "no_overlap", "poison")
+_DEBUG_ALLOWED = ", ".join(f'"{choice}"' for choice in _DEBUG_CHOICES)
 
 
 def _debug(key: str, value: object) -> frozenset[str]:
@@ -220,7 +234,7 @@ def _debug(key: str, value: object) -> frozenset[str]:
     if isinstance(value, (list, tuple, set, frozenset)) and not value:
         return frozenset()
     read = _choice_reader(*_DEBUG_CHOICES)
-    return frozenset(read(key, name) for name in _names(key, value))
+    return frozenset(read(key, name) for name in _names(key, value, f"any of {_DEBUG_ALLOWED}"))
 
 
 # ---------------------------------------------------------------- the configuration
@@ -401,7 +415,7 @@ _READERS: dict[str, _Reader] = {
     "io_timeout_s": _seconds,
     "checkpoint_format": _choice_reader("full", "sharded"),
     "debug": _debug,
-    "trace_path": _optional_path,
+    "trace_path": _optional_directory,
 }
 _DEFAULTS: dict[str, object] = {entry.name: entry.default for entry in dataclasses.fields(TierOffloadConfig)}
 

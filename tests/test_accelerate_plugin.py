@@ -28,7 +28,7 @@ import _tieroffload_hooks
 from lightning_tieroffload.cli.launch import launch_parser
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine.offload_engine import engine_of
-from lightning_tieroffload.errors import ConfigError, UnsupportedError
+from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.strategies import accelerate_plugin, autoload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,6 +60,16 @@ def accelerator(ours: bool, config: dict[str, Any] | None = None, **options: Any
     if ours:
         _tieroffload_hooks.announce(json.dumps(config or STARVED))
     return Accelerator(cpu=True, **options)
+
+
+def test_a_model_that_is_refused_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the budget is too small the error says so; that nothing was handed over would be untrue beside it."""
+    monkeypatch.setattr(
+        _tieroffload_hooks, "_installed", set(_tieroffload_hooks._installed) - {_tieroffload_hooks._USED}
+    )
+    with pytest.raises(InfeasiblePlanError, match="device_budget"):
+        accelerator(True, {"device_budget": "1KiB", "dram_budget": "1GiB"}).prepare(mlp())
+    assert _tieroffload_hooks._USED in _tieroffload_hooks._installed
 
 
 def train(

@@ -15,7 +15,7 @@ import typer
 from lightning_tieroffload.cli import doctor as doctor_module
 from lightning_tieroffload.cli import main as main_module
 from lightning_tieroffload.cli.main import main
-from lightning_tieroffload.cli.options import refuse_rest, take_settings
+from lightning_tieroffload.cli.options import refuse_rest, settings_last, take_settings
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.errors import CapacityError, ConfigError
 
@@ -165,8 +165,38 @@ def test_settings_are_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         take_settings(["--io-threads"])
 
 
+def test_settings_may_stand_before_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tieroffload plan --device-budget 22GiB 3b` is the same command as with the setting last."""
+    seen: list[tuple[str, list[str]]] = []
+
+    def with_settings(ctx: typer.Context, name: str = typer.Argument(...)) -> None:
+        seen.append((name, list(ctx.args)))
+
+    stand_in(monkeypatch, with_settings)
+    words = ["--device-budget", "22GiB", "--planner=ilp"]
+    assert run("plan", *words, "3b") == run("plan", "3b", *words) == 0
+    assert seen == [("3b", words)] * 2
+    assert settings_last(["--io-threads", "3", "a", "--", "--planner", "x"]) == [
+        *("a", "--io-threads", "3"),
+        *("--", "--planner", "x"),
+    ]
+
+
+def test_help_of_a_command_that_takes_settings_names_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_settings(ctx: typer.Context) -> None:
+        """Does it."""
+
+    stand_in(monkeypatch, with_settings)
+    run("plan", "--help")
+    assert "--device-budget" in capsys.readouterr().out
+
+
 def test_left_over_options_suggest_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean \"nvme_paths\""):
+        refuse_rest(["--nvme-pth", "/a"])
+    with pytest.raises(ConfigError, match="value '/a'"):  # what was typed, not an empty string
         refuse_rest(["--nvme-pth", "/a"])
     with pytest.raises(ConfigError, match="set it in the Trainer"):
         refuse_rest(["--batch-size=3"])
@@ -175,6 +205,17 @@ def test_left_over_options_suggest_the_nearest() -> None:
 
 
 # ---------------------------------------------------------------- doctor and report
+
+
+def test_doctor_shows_paths_whole(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a narrow terminal a long path goes over several lines; cut off it would be of no use."""
+    monkeypatch.setenv("COLUMNS", "60")
+    path = "/" + "/".join(["directory"] * 12) + "/end"
+    found = [doctor_module.Finding("kernels", "ok", f"kept in {path}")]
+    monkeypatch.setattr(doctor_module, "examine", lambda config: found)
+    assert run("doctor") == 0
+    shown = capsys.readouterr().out.replace("ok", "").replace("kernels", "")
+    assert path in "".join(shown.split())
 
 
 def test_doctor_as_json(tmp_path: Path) -> None:

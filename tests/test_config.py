@@ -52,7 +52,7 @@ WRONG: dict[str, list[object]] = {
     "device_budget": [-1, True, "8 GGB", {"a": 1}, [1], float("nan"), float("inf"), "", "-3GiB"],
     "dram_budget": [-1, "8 GGB", "lots"],
     "nvme_budget": ["-1", {"x": 1}],
-    "nvme_paths": [3, [3], [""], ["/a", "/a/"], {"a": "b"}, "", ["a\0b"]],
+    "nvme_paths": [3, [3], [""], ["/a", "/a/"], {"a": "b"}, "", ["a\0b"], "$NOT_SET_ANYWHERE/x", "s3://bucket/x"],
     "units": [3, [], [3], [""], {"GPT2Block": 1}],
     "activations": ["drop", 3, True, ["keep"]],
     "optimizer_kernel": ["triton", 1],
@@ -70,7 +70,7 @@ WRONG: dict[str, list[object]] = {
     "io_timeout_s": [0, -1, "soon", True, float("inf"), float("nan")],
     "checkpoint_format": ["zip", 1],
     "debug": ["poisn", ["poison", "x"], 3, {"poison": True}, True],
-    "trace_path": [3, {"a": 1}],
+    "trace_path": [3, {"a": 1}, __file__],
 }
 
 
@@ -283,6 +283,16 @@ def test_paths_are_expanded_and_made_absolute(monkeypatch: pytest.MonkeyPatch, t
     config = TierOffloadConfig(nvme_paths=["$FLASH_DIR/a", "~/b", "c"], trace_path=Path("d"))
     assert config.nvme_paths == (f"{tmp_path}/with space ä/a", f"{tmp_path}/b", f"{tmp_path}/c")
     assert config.trace_path == f"{tmp_path}/d"
+
+
+def test_what_is_allowed_is_said_of_the_setting_that_was_meant() -> None:
+    """`debug=True` was once refused with what `units` allows; a variable that is not set is named."""
+    with pytest.raises(
+        ConfigError, match=r'debug=True is not allowed. Allowed: any of "delays", "no_overlap", "poison"'
+    ):
+        TierOffloadConfig(debug=True)
+    with pytest.raises(ConfigError, match="NOT_SET_ANYWHERE is not in the environment"):
+        TierOffloadConfig(nvme_paths="${NOT_SET_ANYWHERE}/x")
 
 
 @given(st.dictionaries(st.text(max_size=20), st.none() | st.integers() | st.text(max_size=9) | st.lists(st.integers())))

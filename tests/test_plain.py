@@ -17,7 +17,7 @@ from toys import STARVED, assert_same, mlp, samples, seed_all, snapshot
 import _tieroffload_hooks
 import lightning_tieroffload
 from lightning_tieroffload.engine.offload_engine import engine_of
-from lightning_tieroffload.errors import ConfigError, UnsupportedError
+from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.strategies import accelerate_plugin, deferred_move, face
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,6 +29,15 @@ def close(model: nn.Module) -> None:
     engine = engine_of(model)
     assert engine is not None
     engine.close()
+
+
+def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
+    """Too little DRAM names flash as the other way out; a CUDA device that is not there is no torch traceback."""
+    with pytest.raises(InfeasiblePlanError, match="or name a directory on flash in nvme_paths"):
+        lightning_tieroffload.offload(mlp(2), device_budget="1MiB", dram_budget="1KiB")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"finds no CUDA device here: leave device out"):
+            lightning_tieroffload.offload(mlp(2), device="cuda", **STARVED)
 
 
 def test_the_same_objects_come_back_as_they_were_given() -> None:

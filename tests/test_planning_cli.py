@@ -207,6 +207,8 @@ def test_a_measured_profile_is_taken_as_it_is_and_only_for_its_batch(
         (("plan", "nowhere/at/all"), "neither a directory"),
         (("plan", "tiny", "--device-bugdet", "1GiB"), "device_budget"),
         (("estimate", "tiny", "--device-budget", "8 GGB"), "GGB"),
+        (("plan", "tiny", "--save", "/dev/null/plan.json"), "--save /dev/null/plan.json cannot be written"),
+        (("estimate", "tiny", "--nvme-paths", "/flash"), "give nvme_budget too"),
     ],
 )
 def test_mistakes_are_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

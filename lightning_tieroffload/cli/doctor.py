@@ -311,6 +311,8 @@ def doctor(
     from rich.text import Text
 
     table = Table(box=None, show_header=False, padding=(0, 1))
+    for _ in range(3):
+        table.add_column(overflow="fold")  # a path that is cut off is of no use
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
     for finding in findings:
         text = finding.text + (f"\n→ {finding.advice}" if finding.advice else "")

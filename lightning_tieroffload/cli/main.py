@@ -75,7 +75,13 @@ def _run(target: Any, name: str, arguments: list[str]) -> Any:
     # What a command does not know it may take as settings (cli/options.py); one that does not look refuses it.
     takes_more = any(parameter.annotation in (typer.Context, "typer.Context") for parameter in _parameters(target))
     settings = {"allow_extra_args": True, "ignore_unknown_options": True} if takes_more else None
-    app.command(help=inspect.getdoc(target), context_settings=settings)(target)
+    help_text = inspect.getdoc(target) or ""
+    if takes_more:
+        from lightning_tieroffload.cli.options import SETTINGS_HELP, settings_last
+
+        arguments = settings_last(arguments)
+        help_text = help_text if SETTINGS_HELP in help_text else f"{help_text} {SETTINGS_HELP}"
+    app.command(help=help_text, context_settings=settings)(target)
     return typer.main.get_command(app).main(args=arguments, prog_name=prog_name)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.errors import ConfigError
 
-__all__ = ["SETTINGS_HELP", "print_json", "refuse_rest", "take_settings"]
+__all__ = ["SETTINGS_HELP", "print_json", "refuse_rest", "settings_last", "take_settings"]
 
 _FIELDS = {
     "--" + entry.name.replace("_", "-"): entry.name
@@ -64,6 +64,26 @@ def take_settings(arguments: Sequence[str]) -> tuple[TierOffloadConfig, list[str
     return TierOffloadConfig(**chosen).merged_over(base), rest
 
 
+def settings_last(arguments: Sequence[str]) -> list[str]:
+    """The same command line with settings and their values behind everything else.
+
+    A parser that does not know them would take the value of one that stands first for a positional argument.
+    """
+    own: list[str] = []
+    settings: list[str] = []
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*own, *settings, word, *left]
+        option, equals, _ = word.partition("=")
+        is_setting = option in _FIELDS or option == "--config"
+        (settings if is_setting else own).append(word)
+        if is_setting and not equals and left:
+            settings.append(left.pop(0))
+    return own + settings
+
+
 def refuse_rest(rest: Sequence[str]) -> None:
     """For a command that takes settings and nothing else: refuse what `take_settings` left over.
 
@@ -74,7 +94,9 @@ def refuse_rest(rest: Sequence[str]) -> None:
         return
     if not rest[0].startswith("--"):
         raise ConfigError(f"{rest[0]!r} is not an option. {SETTINGS_HELP}")
-    name, _, value = rest[0].removeprefix("--").partition("=")
+    name, equals, value = rest[0].removeprefix("--").partition("=")
+    if not equals and rest[1:] and not rest[1].startswith("--"):
+        value = rest[1]
     TierOffloadConfig.from_kwargs(**{name.replace("-", "_"): value})
 
 

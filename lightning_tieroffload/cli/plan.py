@@ -112,6 +112,11 @@ def instance_from(profile: Profile, config: TierOffloadConfig, *, grad_accum: in
 def _pose(ctx: typer.Context, source: str, machine: str, job: _Job) -> tuple[TierOffloadConfig, Instance, Profile]:
     config, rest = take_settings(list(ctx.args))
     refuse_rest(rest)
+    if config.nvme_paths and config.nvme_budget == "auto":
+        raise ConfigError(
+            "nvme_paths says where flash is, and a plan for any machine needs how much: give nvme_budget too, for "
+            "example --nvme-budget 500GiB."
+        )
     loaded = MachineProfile.load(machine) if machine else None
     profile = profile_from(source, loaded, job, config.units)
     instance = instance_from(profile, config, grad_accum=job.grad_accum, clip=job.clip > 0)
@@ -171,7 +176,10 @@ def plan(
     else:
         made = best_plan(instance, config.planner)
     if save:
-        made.save(save)
+        try:
+            made.save(save)
+        except OSError as error:
+            raise ConfigError(f"--save {save} cannot be written: {error.strerror}. Name a file that can.") from None
     saved_s = value_of_more(instance, made, forecast=True)
     if json_:
         document = _document(instance, profile, made, job)

@@ -697,8 +697,8 @@ class OffloadEngine:
         if need_nbytes > account.budget_nbytes:
             raise InfeasiblePlanError(
                 f"dram_budget is {format_nbytes(account.budget_nbytes)} ({account.budget_nbytes} bytes), but {what} "
-                f"bring what must be in DRAM to {format_nbytes(need_nbytes)}. The smallest dram_budget that works is "
-                f"{need_nbytes} bytes.",
+                f"would take what must be in DRAM to {format_nbytes(need_nbytes)}. The smallest dram_budget that works "
+                f"is {need_nbytes} bytes; or name a directory on flash in nvme_paths for what does not fit.",
                 tier="dram",
                 least_budget_nbytes=need_nbytes,
             )
@@ -1302,6 +1302,11 @@ def _refuse_unfinished(config: TierOffloadConfig) -> None:
 def _compute_device(device: torch.device | None) -> torch.device:
     if device is None:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={str(device)!r}, and torch {torch.__version__} finds no CUDA device here: leave device out to "
+            "compute on the CPU; `tieroffload doctor` says what is missing."
+        )
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cpu", "cuda"):

@@ -405,7 +405,7 @@ class ExtentStore:
                 raise CapacityError(
                     f"{name}: writing {format_nbytes(planned_nbytes)} would pass nvme_write_budget "
                     f"({format_nbytes(budget_nbytes)}): {format_nbytes(self._promised_nbytes)} are written in this "
-                    f"run. Raise nvme_write_budget, or plan again with less state on flash."
+                    f"run. Raise nvme_write_budget, or raise dram_budget so that less lives on flash."
                 )
             self._promised_nbytes += planned_nbytes
             target = 0 if len(stored.places) == 1 or stored.current is None else 1 - stored.current

@@ -110,8 +110,8 @@ def _prepare_model(
     _refuse_what_we_cannot(self, model)
     places = self.device_placement if device_placement is None else device_placement
     device = self.device if places else next(model.parameters()).device
+    _tieroffload_hooks.used()  # also where it is refused below: the error says why, the reminder at exit would not
     engine = OffloadEngine.attach(model, self._tieroffload_config, device)
-    _tieroffload_hooks.used()
     _prepared.add(model)
     face.report_at_exit(engine, self._tieroffload_config)
     for prepared in self._optimizers:  # those that were prepared before their model
