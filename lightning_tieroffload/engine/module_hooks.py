@@ -97,10 +97,22 @@ def _largest_numel(value: Any) -> int:
     return max((_largest_numel(item) for item in value), default=0) if isinstance(value, (list, tuple)) else 0
 
 
+@functools.cache
+def _keep_dynamo_out() -> None:
+    """Where dynamo gives up on a module (too many recompilations) it tries what the module calls, one by one: ours too.
+
+    Compiled, code of ours would meet parameters that are away, and ``__torch_function__`` itself without end.
+    """
+    import torch._dynamo.trace_rules
+
+    torch._dynamo.trace_rules.add("lightning_tieroffload")
+
+
 class _Hook:
     """A hook that leaves no trace in copies of its module."""
 
     def __init__(self, call: Callable[..., None], units: tuple[UnitState, ...]) -> None:
+        _keep_dynamo_out()
         self._call = call  # (module, units, what torch hands to the hook: arguments, or the result last)
         # The wrapper that keeps dynamo out costs 25 µs a call, so it is used only while dynamo is looking.
         self._opaque = torch._dynamo.disable(call)
