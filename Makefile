@@ -17,7 +17,7 @@ INSTALLED_DEMO := $(VENV)/.installed-demo
 .PHONY: demo test check bench readme clean help
 
 help:
-	@echo "make demo   train a real language model with most of its state off the device (3 minutes on two cores)"
+	@echo "make demo   train a real language model with most of its state off the device (some minutes on two cores)"
 	@echo "make test   the tests; PYTEST_ARGS='-k units' for some of them, '-m slow' for the slow ones"
 	@echo "make check  the whole gate: ruff, mypy --strict, tests"
 	@echo "make readme renew the file tree in README.md"

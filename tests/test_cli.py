@@ -270,9 +270,12 @@ def test_doctor_names_memory_that_poses_as_flash_and_paths_that_are_not_there(
 ) -> None:
     monkeypatch.setattr(doctor_module, "_file_system_type", lambda path: "tmpfs")
     assert "host memory, not flash" in doctor_module.probe_direct_io(str(tmp_path)).text
-    assert doctor_module.probe_direct_io(str(tmp_path / "a")).text == "does not exist"
+    missing = doctor_module.probe_direct_io(str(tmp_path / "a"))  # a run makes it, so it is no problem
+    assert (missing.level, missing.text) == ("note", "does not exist")
     (tmp_path / "file").touch()
-    assert doctor_module.probe_direct_io(str(tmp_path / "file")).text == "is not a directory"
+    file = doctor_module.probe_direct_io(str(tmp_path / "file"))
+    assert (file.level, file.text) == ("problem", "is not a directory")
+    assert "mkdir" not in file.advice
 
 
 def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

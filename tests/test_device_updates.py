@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from torch.utils.checkpoint import checkpoint
 
 from lightning_tieroffload.config import TierOffloadConfig
+from lightning_tieroffload.engine import optimizer as engine_optimizer
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
 from lightning_tieroffload.engine.optimizer import Updates
 from lightning_tieroffload.errors import UnsupportedError
@@ -420,3 +421,194 @@ def test_what_the_models_own_checkpoints_save_between_units_is_offloaded(use_ree
     ours = run(make, train, Variant(SLOW, prefetch=2, seed=1), num_expected=3, activations="offload")
     assert_exact(plain, ours)
     assert min(held) >= 4 * 8 * 32 * 4, "the input of each checkpoint"
+
+
+@pytest.mark.parametrize("update_on", ["cpu", "device"])
+@pytest.mark.parametrize("kernel", ["numba", "torch"])
+@pytest.mark.parametrize("hold", ["tensor", "view", "entry", "step"])
+def test_a_held_tensor_of_state_is_up_to_date_when_step_returns(update_on: str, kernel: str, hold: str) -> None:
+    """Nobody is asked when it is read: as in the plain run it holds what step() computed, and takes what is written."""
+    if (update_on, kernel) == ("device", "torch"):
+        pytest.skip("excluded by the settings")
+    with one_thread():
+        results = []
+        for is_ours in (False, True):
+            seed_all(0)
+            model, optimizer = build()()
+            engine = attach(model, optimizer, Variant(SLOW, budget="all"), optimizer_kernel=kernel, update_on=update_on)
+            numbers, held = [], []
+            for x in batches(5, 4, 32):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if not is_ours:
+                    engine.flush()  # what the plain run's step() has always done
+                for each in held:
+                    tensor = each["exp_avg"] if hold == "entry" else each
+                    numbers.append(tensor.clone())
+                    tensor.add_(1)
+                if not held:
+                    entries = [optimizer.state[p] for p in model.blocks[1].parameters()]
+                    held = {
+                        "tensor": lambda entries=entries: [e["exp_avg"] for e in entries],
+                        "view": lambda entries=entries: [e["exp_avg"].view(-1) for e in entries],
+                        "entry": lambda entries=entries: entries,
+                        "step": lambda entries=entries: [e["step"] for e in entries],
+                    }[hold]()
+                    del entries
+            engine.close()
+            results.append(
+                Recording(looks=[take_down(model, [optimizer]), {f"log/{i}": n for i, n in enumerate(numbers)}])
+            )
+        assert_exact(*results)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_close_leaves_the_state_of_the_last_step(looks: bool) -> None:
+    """Also where nobody has looked at it since it was last computed on the device."""
+    with one_thread():
+        runs = pair()
+        for model, optimizer, engine, step in runs:
+            for _ in range(4):
+                step()
+            if looks:
+                take_down(model, [optimizer])
+            step()
+            engine.close()
+        agree(runs)
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "numpy"])
+def test_what_is_written_to_state_counts_by_whatever_way(way: str) -> None:
+    with one_thread():
+        runs = pair(amp=False)
+        for model, optimizer, _, step in runs:
+            for _ in range(4):
+                step()
+            for p in model.blocks[1].parameters():
+                tensor = optimizer.state[p]["exp_avg"]
+                {"in place": tensor, "data": tensor.data, "numpy": torch.from_numpy(tensor.numpy())}[way].mul_(0.5)
+            del tensor
+            step()
+            step()
+        agree(runs)
+        for _, _, engine, _ in runs:
+            assert engine.report()["num_unit_updates"]["device"] > 0 or engine is runs[0][2]
+            engine.close()
+
+
+def test_memory_of_replaced_state_is_used_again() -> None:
+    """Loads and clears, again and again, take no more memory than one state."""
+    with one_thread():
+        _model, optimizer, engine, step = pair()[1]
+        try:
+            for _ in range(3):
+                step()
+            counts = []
+            for turn in range(6):
+                if turn % 2:
+                    optimizer.state.clear()
+                else:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                before = engine.report()["num_unit_updates"]["device"]
+                step()
+                step()
+                assert engine.report()["num_unit_updates"]["device"] > before, "loaded state keeps units off the device"
+                parts = {part for unit in engine.units for parts in unit.state_parts.values() for part in parts}
+                counts.append(sum(part.nbytes for part in parts))
+            assert len(set(counts)) == 1, counts
+        finally:
+            engine.close()
+
+
+def test_clip_by_value_with_some_gradients_down_and_the_others_missing() -> None:
+    """torch's own function must not be asked about the parameters that have none."""
+    with one_thread():
+        model, _optimizer, engine, _ = pair()[1]
+        try:
+            model.is_on = False
+            model(next(iter(batches(1, 4, 32)))).square().mean().backward()
+            clip_grad_value_(model.parameters(), 1e-4)
+            assert max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None) <= 1e-4
+            assert model.sometimes.weight.grad is None
+        finally:
+            engine.close()
+
+
+def test_a_failure_while_an_update_is_ordered_leaves_no_state_that_nobody_wrote(monkeypatch: Any) -> None:
+    with one_thread():
+        runs = pair()
+        for _, optimizer, engine, step in runs[1:]:
+            step()  # on the CPU: the plan comes at its end
+            optimizer.state.clear()
+
+            def fail(*args: Any, **kwargs: Any) -> bool:
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.space, "update_on_device", fail)
+                with pytest.raises(KeyboardInterrupt):
+                    step()
+            engine.reset()
+            made = [entry for entry in optimizer.state.values() if entry]
+            assert all(float(entry["step"]) > 0 for entry in made), "moments of a step that never was"
+        for _, _, engine, _ in runs:
+            engine.close()
+
+
+def test_unscaling_after_a_step_waits_for_the_update_that_reads_the_gradient() -> None:
+    """Two optimizers of the same parameters, each stepped through the scaler, which unscales once for each."""
+    with one_thread():
+        results = []
+        for debug in (frozenset({"poison"}), SLOW):
+            seed_all(0)
+            model = Net()
+            optimizers = [torch.optim.AdamW(model.parameters(), lr=lr) for lr in (1e-2, 1e-3)]
+            engine = attach(model, optimizers, Variant(debug, budget="all"), optimizer_kernel="numba")
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            for x in batches(4, 4, 32):
+                scaler.scale(model(x).square().mean()).backward()
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                    if debug != SLOW:
+                        engine.flush()
+                scaler.update()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+            results.append(Recording(looks=[take_down(model, optimizers)]))
+            engine.close()
+        assert_exact(*results)
+
+
+@pytest.mark.parametrize("kernel", ["numba", "torch"])
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_state_that_nobody_holds_makes_no_step_wait(kernel: str, is_deferred: bool, monkeypatch: Any) -> None:
+    """What the engine itself refers to is not counted: before, during and after looks, loads and snapshots."""
+    found: list[bool] = []
+    asked = engine_optimizer.is_state_held
+
+    def is_held(*args: Any) -> bool:
+        found.append(asked(*args))
+        return found[-1]
+
+    monkeypatch.setattr(engine_optimizer, "is_state_held", is_held)
+    with one_thread():
+        seed_all(0)
+        model, optimizer = build()()
+        engine = attach(model, optimizer, Variant(SLOW, budget="all"), optimizer_kernel=kernel, update_on="cpu")
+        engine.updates.defer_moments = is_deferred
+        for step, x in enumerate(batches(8, 4, 32)):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                read_everything(model, optimizer)
+            elif step == 4:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif step == 5:
+                replace_state(model, optimizer)
+        engine.close()
+    assert len(found) >= 5 * 8
+    assert not any(found)

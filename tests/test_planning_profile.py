@@ -130,3 +130,11 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     )
     root = Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=120)
+
+
+def test_what_a_run_without_a_plan_leaves_is_refused_by_its_path(tmp_path: Path) -> None:
+    """Where the engine has not planned, `plan.json` says what it did; as a `plan_file` it is named, with a way out."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"planner": "none", "units": []}))
+    with pytest.raises(ConfigError, match=r"plan_file .*plan\.json: not a plan: .*profile_steps greater than 0"):
+        Plan.load(path)

@@ -208,9 +208,10 @@ def probe_direct_io(directory: str) -> Finding:
     """
     name = f"flash {directory}"
     folder = Path(directory).resolve()
+    if not folder.exists():
+        return Finding(name, "note", "does not exist", f"a run makes it; mkdir -p {directory} to have it checked here")
     if not folder.is_dir():
-        kind = "is not a directory" if folder.exists() else "does not exist"
-        return Finding(name, "problem", kind, f"mkdir -p {directory}, or name another path in nvme_paths")
+        return Finding(name, "problem", "is not a directory", "name another path in nvme_paths")
     kind = _file_system_type(folder)
     stat = os.statvfs(folder)
     free_nbytes = stat.f_bavail * stat.f_frsize

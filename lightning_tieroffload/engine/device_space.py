@@ -250,6 +250,7 @@ class DeviceSpace:
             other.upload.wait()  # it may still be reading the split homes, and so may one that compute waits for only
             other.home_read.wait()
         self.host.bring_in(unit.state_block if part.form is Form.STATE else unit.param_block, to_write=True)
+        part.download.before_compute()  # one at a time: who has waited for the last one has waited for all
         self.table.begin(part.shard, D2H)
         pairs, landing = part.download_pairs()
         try:
@@ -341,16 +342,20 @@ class DeviceSpace:
             self.host.write_behind(unit.param_block)
             self.order_home_write(unit, slots)
 
-    def settle_state(self, unit: UnitState) -> None:
-        """Make optimizer state in DRAM the newest, readable by the host now. What is written to it there is noticed."""
+    def settle_state(self, unit: UnitState, *, to_write: bool = False) -> None:
+        """Make optimizer state in DRAM the newest, readable by the host now; with ``to_write`` writable as well.
+
+        What is written there shows nowhere (``.data``, NumPy), so what is on the device counts as old then.
+        """
         with self.lock:
             self.wait_update(unit)
             for part in unit.device_state:
                 self._land(part)
                 self._write_back(part)
                 part.download.wait()
-                part.home_read.wait()
-                part.note_home_version()
+                if to_write:
+                    part.home_read.wait()
+                    self._drop_stale(part)
 
     def order_home_write(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
         """The home is written by the host (a load, an update): the device copies become stale.
@@ -406,13 +411,6 @@ class DeviceSpace:
             if part.shard not in self.table:
                 self._add_part(part)
                 part.unit.device_state.append(part)
-                part.note_home_version()
-
-    def state_was_written(self, part: Part) -> None:
-        """Somebody wrote to the state in DRAM; ``settle_state`` had made it the newest."""
-        with self.lock:
-            self._drop_stale(part)
-            part.note_home_version()
 
     def update_on_device(
         self,

@@ -4,8 +4,9 @@ Owns nothing but the order of things: parts are the units', memory and residency
 
 [Note: looked-at state] ``optimizer.state[p]`` shows tensors in DRAM, the same objects for life, as the plain run's are.
 While the newest state is on the device they are old, so whoever looks makes them new first, and what he writes to them
-counts. Whoever goes on holding one expects to see every later step in it: such a unit is updated on the CPU until he
-lets go.
+counts, by whatever way (``.data``, NumPy): what is on the device is old from then on. Whoever goes on holding one
+expects to see every later step in it, without asking anybody: such a unit is updated on the CPU, and ``step()`` waits
+for it, until he lets go.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import torch
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
-from lightning_tieroffload.engine.unit_state import Factor, Part, UnitState, WireState, flat_numpy
+from lightning_tieroffload.engine.unit_state import Factor, Part, UnitState, WireState, flat_numpy, storage_owners
 from lightning_tieroffload.planning.cost_model import UpdatePlace
 from lightning_tieroffload.sizes import round_up
 
-__all__ = ["DeviceSource", "DeviceUpdates", "assign_device_units"]
+__all__ = ["DeviceSource", "DeviceUpdates", "assign_device_units", "is_state_held"]
 
 
 @dataclass(slots=True)
@@ -64,11 +65,13 @@ class DeviceUpdates:
 
     def order(self, unit: UnitState, sources: Sequence[DeviceSource]) -> bool:
         """Enqueue the unit's update on the compute stream. False, with nothing changed, where that cannot be."""
+        self._space.wait_update(unit)  # it may be making state
         if any(_is_held(source) for source in sources):
             return False
         parts: dict[Part, None] = {}
         fresh_slots: dict[Part, set[int]] = {}
         made: list[tuple[DeviceSource, str]] = []
+        new_names: list[tuple[DeviceSource, str]] = []
         views: list[dict[str, Part]] = []
         for source in sources:
             slot = source.slot
@@ -76,13 +79,15 @@ class DeviceUpdates:
                 parts.update(dict.fromkeys((unit.wire, unit.low)))  # type: ignore[arg-type]
             else:
                 parts[slot.part] = None
-            if source.kernel.uses_step:
-                source.entry.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+            if source.kernel.uses_step and "step" not in source.entry:
+                source.entry["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+                new_names.append((source, "step"))
             views.append({})
             for kind in source.kernel.state_names:
                 if source.entry.get(kind) is None:
                     source.entry[kind] = unit.new_state(slot, kind)
                     made.append((source, kind))
+                    new_names.append((source, kind))
                     part = unit.find_state(slot, kind, source.entry[kind])
                     fresh_slots.setdefault(part, set()).add(slot.index)  # type: ignore[arg-type]
                 else:
@@ -91,7 +96,7 @@ class DeviceUpdates:
                 self._space.track_state(part)
                 parts[part] = None
                 views[-1][kind] = part
-        fresh = {part for part, slots in fresh_slots.items() if part.given <= slots}
+        fresh = {part for part, slots in fresh_slots.items() if part.given_tensors().keys() <= slots}
 
         def launch() -> None:
             new = {(id(source), kind) for source, kind in made}
@@ -99,9 +104,14 @@ class DeviceUpdates:
                 is_new = any((id(source), kind) in new for kind in of_kind)
                 self._launch(unit, source, of_kind, is_new=is_new)
 
-        if not self._space.update_on_device(unit, [source.slot for source in sources], list(parts), fresh, launch):
-            for source, kind in made:
-                unit.find_state(source.slot, kind, source.entry.pop(kind)).given.discard(source.slot.index)  # type: ignore[union-attr]
+        is_ordered = False
+        try:
+            slots = [source.slot for source in sources]
+            is_ordered = self._space.update_on_device(unit, slots, list(parts), fresh, launch)
+        finally:
+            for source, name in () if is_ordered else new_names:
+                del source.entry[name]  # nothing was written to it
+        if not is_ordered:
             return False
         for source in sources:
             if source.kernel.uses_step:
@@ -113,15 +123,10 @@ class DeviceUpdates:
         tensor = entry[kind]
         part = unit.find_state(slot, kind, tensor)
         if part is None:
-            self._space.settle_state(unit)
-            entry[kind] = unit.new_state(slot, kind)
-            entry[kind].copy_(tensor)
+            self._space.settle_state(unit, to_write=True)
+            entry[kind] = unit.new_state(slot, kind).copy_(tensor)
             part = unit.find_state(slot, kind, entry[kind])
             assert part is not None
-            if part in unit.device_state:
-                self._space.state_was_written(part)
-        elif part in unit.device_state and part.was_written():
-            self._space.state_was_written(part)
         return part
 
     def _launch(self, unit: UnitState, source: DeviceSource, of_kind: dict[str, Part], *, is_new: bool) -> None:
@@ -195,6 +200,19 @@ def _own_refs() -> tuple[int, int]:
 _OWN_ENTRY_REFS, _OWN_TENSOR_REFS = _own_refs()
 
 
+def _most_refs(tensors: dict[int, torch.Tensor]) -> int:
+    """The most references to any of the tensors."""
+    most = 0
+    for tensor in tensors.values():
+        most = max(most, sys.getrefcount(tensor))
+    return most
+
+
+_ONE_TENSOR = torch.empty(1, device="cpu")  # referred to once, as by an entry
+_OWN_GIVEN_REFS = _most_refs({0: _ONE_TENSOR})
+_OWN_STORAGE_OWNERS = storage_owners(_ONE_TENSOR.untyped_storage())
+
+
 def _is_held(source: DeviceSource) -> bool:
     """Somebody holds state that he looked at, or another tensor over it. See [Note: looked-at state]."""
     num_entry_refs, num_tensor_refs = _num_refs(source)
@@ -203,9 +221,49 @@ def _is_held(source: DeviceSource) -> bool:
     unit: UnitState = source.slot.unit
     for name in source.kernel.state_names:
         tensor = source.entry.get(name)
-        part = unit.find_state(source.slot, name, tensor) if tensor is not None else None
-        if part is not None and part.num_home_aliases() > 0:
+        if tensor is None:
+            continue
+        part = unit.find_state(source.slot, name, tensor)
+        num_owners = storage_owners(tensor.untyped_storage())
+        tensor = None
+        if part is None:
+            if num_owners > _OWN_STORAGE_OWNERS:
+                return True
+        elif part.num_home_aliases() > 0 or _most_refs(part.given_tensors()) > _OWN_GIVEN_REFS:
             return True
+    return False
+
+
+def _refs_in_state(state: dict[Any, Any], p: Any) -> tuple[int, int]:
+    """References to a parameter's entry, and the most to one of its tensors."""
+    entry = dict.get(state, p)
+    most = 0
+    for tensor in list(entry.values()) if isinstance(entry, dict) else ():
+        if isinstance(tensor, torch.Tensor):
+            most = max(most, sys.getrefcount(tensor))
+    return sys.getrefcount(entry) if entry is not None else 0, most
+
+
+_OWN_REFS_IN_STATE = _refs_in_state({0: {"moment": torch.empty(1, device="cpu")}}, 0)
+
+
+def is_state_held(unit: UnitState, slots: Iterable[ParamSlot], state: dict[Any, Any]) -> bool:
+    """Whether user code refers to the slots' entries, to their tensors, or to these' memory. No update is under way."""
+    if unit.state_block.is_paged:
+        return unit.state_block.is_held()
+    parts = {part for parts in unit.state_parts.values() for part in parts}
+    if any(part.num_home_aliases() > 0 for part in parts):
+        return True
+    shared = {part.home_flat.untyped_storage().data_ptr() for part in parts if part.home_flat is not None}
+    for slot in slots:
+        if any(now > own for now, own in zip(_refs_in_state(state, slot.param), _OWN_REFS_IN_STATE, strict=True)):
+            return True
+        entry = dict.get(state, slot.param)
+        for tensor in entry.values() if isinstance(entry, dict) else ():
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in shared and storage_owners(storage) > _OWN_STORAGE_OWNERS:
+                    return True
     return False
 
 

@@ -271,10 +271,11 @@ class Gradients:
 
     def _count_kept(self) -> None:
         ledger = self._space.ledger
-        ledger.release(Tier.DEVICE, self._kept_nbytes)
-        self._kept_nbytes = sum(self._kept.values())
-        self._num_kept = len(self._kept)
-        ledger.charge(Tier.DEVICE, self._kept_nbytes)
+        before_nbytes, nbytes = self._kept_nbytes, sum(self._kept.values())
+        # Ctrl-C between two of these leaves too much charged, never too little: ``DeviceSpace.reset`` counts again.
+        ledger.charge(Tier.DEVICE, max(0, nbytes - before_nbytes))
+        self._kept_nbytes, self._num_kept = nbytes, len(self._kept)
+        ledger.release(Tier.DEVICE, max(0, before_nbytes - nbytes))
 
     def kept_source(self, slot: ParamSlot) -> tuple[torch.Tensor, list[Factor]] | None:
         """For an update on the device: (gradient there, readable by compute, ordered factors); None where it is not."""
@@ -500,6 +501,7 @@ class Gradients:
                 if float(inv_scale) != 1.0:
                     record.factors.append(self.factor(inv_scale.clone().reshape(())))
                 return
+            self._space.wait_update(slot.unit)  # of another optimizer of the same parameters
             value = self.host_value(slot)
             self._to_write(slot.unit)
             torch._amp_foreach_non_finite_check_and_unscale_([value], found_inf, inv_scale)

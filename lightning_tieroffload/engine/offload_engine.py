@@ -905,7 +905,7 @@ class OffloadEngine:
     def show_state(self, slot: ParamSlot) -> None:
         """The state of the slot's unit is in DRAM, and stays as long as its tensors are referred to."""
         with self.space.lock:
-            self.space.settle_state(slot.unit)
+            self.space.settle_state(slot.unit, to_write=True)
             self.space.host.show(slot.unit.state_block)
 
     def with_state(self, slot: ParamSlot, call: Callable[[], Any]) -> Any:
@@ -1014,7 +1014,7 @@ class OffloadEngine:
 
         host = self.space.host
         steps: list[Callable[[], Any]] = [
-            lambda: self.space.wait_update(unit),
+            lambda: self.space.settle_state(unit),
             lambda: host.let_go(unit.state_block),
             lambda: self.space.settle_home(unit),
             lambda: host.lease([unit.param_block]),

@@ -34,7 +34,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lightning_tieroffload.concepts import Ticket
 from lightning_tieroffload.engine.device_space import DeviceSpace
-from lightning_tieroffload.engine.device_updates import DeviceSource, DeviceUpdates
+from lightning_tieroffload.engine.device_updates import DeviceSource, DeviceUpdates, is_state_held
 from lightning_tieroffload.engine.gradients import Gradients, fits_host
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
 from lightning_tieroffload.engine.reach import REMAPPED_DEPTH, inner_optimizers, reaches_past_its_groups
@@ -642,6 +642,7 @@ class Updates:
         while on_device:
             unit, sources, priority = on_device.pop(0)
             if not self._on_device.order(unit, sources):
+                del sources  # they refer to entries as a user might
                 self._order_cpu_update(raw, cls, unit, by_unit[unit], groups, priority)
                 continue
             self.num_unit_updates["device"] += 1
@@ -659,9 +660,14 @@ class Updates:
         priority: int,
     ) -> None:
         self.num_unit_updates["cpu"] += 1
+        if isinstance(unit.update, _TwoPasses):
+            self._space.wait_update(unit)  # its second pass waits for the lane that this update would wait in
+        is_held = is_state_held(unit, [slot for slot, _ in items], raw.state)
         # Gradients that a user holds are copied down for the update alone.
         with self._space.host.staying(unit.grad_block):
             self._order_update(raw, cls, unit, items, groups, priority)
+        if is_held:
+            self._space.wait_update(unit)  # who holds a tensor reads it without asking. See [Note: looked-at state]
 
     def _device_sources(
         self,
@@ -708,8 +714,6 @@ class Updates:
         # torch makes scalars (``step``) of the default dtype at step(); by the time the update runs the next forward
         # may have changed that, for the whole process (64-true does).
         scalar_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        if isinstance(unit.update, _TwoPasses):
-            self._space.wait_update(unit)  # its second pass waits for the lane that this update would wait in
         # Happens-before: the home is readable behind its downloads, writable behind the uploads that read it.
         previous, copies = self._space.order_update(unit, [slot for slot, _ in items], priority)
 

@@ -144,16 +144,17 @@ def _wrap_clip_value(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
         listed = _as_list(parameters)
-        rest = []
+        rest, is_any_down = [], False
         with torch._C._InferenceMode(False):
             torch._C._set_grad_enabled(False)
             for p in listed:
                 slot = _down(p)
                 if slot is not None:
                     _gradients(slot).clamp(slot, float(clip_value))
-                else:
+                    is_any_down = True
+                elif p.grad is not None:
                     rest.append(p)
-        if rest or not listed:  # torch's own raises for a list without any gradient
+        if rest or not is_any_down:  # torch's own raises for a list without any gradient
             original(rest, clip_value, foreach)
 
     return clip_grad_value_

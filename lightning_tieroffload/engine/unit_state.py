@@ -22,6 +22,7 @@ from __future__ import annotations
 import bisect
 import enum
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -51,6 +52,7 @@ __all__ = [
     "WireState",
     "align_nbytes",
     "flat_numpy",
+    "storage_owners",
 ]
 
 _GRAIN_NBYTES = 64  # what an arena rounds a block to
@@ -67,7 +69,7 @@ def align_nbytes(device: torch.device) -> int:
     return 512 if device.type == "cuda" else 64
 
 
-def _storage_owners(storage: torch.UntypedStorage) -> int:
+def storage_owners(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage objects refer to this storage."""
     return torch._C._storage_Use_Count(storage._cdata)
 
@@ -186,7 +188,7 @@ class _StateTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.num_owners = _storage_owners(tensor.untyped_storage())
+        self.num_owners = storage_owners(tensor.untyped_storage())
 
     def num_refs(self) -> int:
         tensor = self.tensor
@@ -196,7 +198,7 @@ class _StateTensor:
         """Whether anybody beside ``num_keepers`` known ones refers to the tensor, or to its memory by another one."""
         return (
             self.num_refs() > _OWN_TENSOR_REFS + num_keepers
-            or _storage_owners(self.tensor.untyped_storage()) > self.num_owners
+            or storage_owners(self.tensor.untyped_storage()) > self.num_owners
         )
 
 
@@ -308,8 +310,9 @@ class Part:
         self.castable = castable
         self.kind = kind  # of state: its key in ``optimizer.state[p]``
         self.num_home_owners = 0  # of state: what refers to its DRAM memory while no optimizer has any of it
-        self.home_version = 0  # of state: its DRAM tensors' version when the engine last wrote or read them
-        self.given: set[int] = set()  # of state: the slots whose DRAM tensor an optimizer has
+        self.given: dict[
+            int, weakref.ref[torch.Tensor]
+        ] = {}  # of state: the DRAM tensor that an optimizer got, by slot
         self.device = unit.device
         self.offsets: list[int] = []  # of each slot, in elements from the start of the storage
         self.nbytes = self._lay_out()
@@ -372,7 +375,7 @@ class Part:
     def seal(self) -> None:
         """The storage has all the views that are the unit's own; from here on any other is an alias. Released."""
         self.release()
-        self._num_own_refs = _storage_owners(self.storage)
+        self._num_own_refs = storage_owners(self.storage)
 
     def device_view(self, index: int) -> torch.Tensor:
         slot = self.slots[index]
@@ -394,13 +397,13 @@ class Part:
         """Tensors outside the unit that share the storage. See [Note: handed-out tensors]."""
         if not self.is_for_compute:
             return 0
-        return _storage_owners(self.storage) - self._num_own_refs
+        return storage_owners(self.storage) - self._num_own_refs
 
     def keep(self, make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
         """A tensor over the storage that the engine itself keeps: no alias, until ``forget`` with what is returned."""
-        before = _storage_owners(self.storage)
+        before = storage_owners(self.storage)
         tensor = make()
-        num_refs = _storage_owners(self.storage) - before
+        num_refs = storage_owners(self.storage) - before
         self._num_own_refs += num_refs
         return tensor, num_refs
 
@@ -413,24 +416,31 @@ class Part:
                 self.storage.resize_(self.nbytes)
             else:  # no view of it outlives a stay on the device
                 self._new_storage()
-                self._num_own_refs = _storage_owners(self.storage)
+                self._num_own_refs = storage_owners(self.storage)
             if poison:
                 raw = torch.empty(0, dtype=torch.uint8, device=self.device)
                 raw.set_(self.storage, 0, (self.nbytes,), (1,)).fill_(255)
 
+    def give(self, slot: ParamSlot) -> torch.Tensor:
+        """Of state: the slot's DRAM tensor, for an optimizer to keep."""
+        tensor = self.home_view(slot)
+        self.given[slot.index] = weakref.ref(tensor)
+        return tensor
+
+    def given_tensors(self) -> dict[int, torch.Tensor]:
+        """Of state: those that optimizers got and that are alive, by slot."""
+        return {index: tensor for index, ref in list(self.given.items()) if (tensor := ref()) is not None}
+
+    def can_give(self, slot: ParamSlot) -> bool:
+        """Of state: whether nothing refers to the slot's DRAM memory any more (its entry was taken out or replaced)."""
+        given = self.given.get(slot.index)
+        return given is None or (given() is None and self.num_home_aliases() == 0)
+
     def num_home_aliases(self) -> int:
-        """Of state: tensors over its DRAM memory beside the ones that optimizers have."""
+        """Of state: tensors over its DRAM memory beside the ones that optimizers got."""
         assert self.home_flat is not None
-        return _storage_owners(self.home_flat.untyped_storage()) - self.num_home_owners - len(self.given)
-
-    def note_home_version(self) -> None:
-        """What is in DRAM is as the engine left it."""
-        if self.home_flat is not None:
-            self.home_version = self.home_flat._version
-
-    def was_written(self) -> bool:
-        """Whether somebody has written to the tensors in DRAM since ``note_home_version``."""
-        return self.home_flat is not None and self.home_flat._version != self.home_version
+        num_given = len(self.given_tensors())
+        return storage_owners(self.home_flat.untyped_storage()) - self.num_home_owners - num_given
 
     def release(self) -> None:
         if self.is_for_compute:
@@ -618,7 +628,8 @@ class UnitState:
         if (state := self.state_block.take_state(slot, kind, torch.float32)) is not None:
             return state
         parts = self.state_parts.setdefault((kind, slot.index), [])
-        if not parts or slot.index in parts[-1].given:
+        part = next((part for part in parts if part.can_give(slot)), None)
+        if part is None:
             slots = [slot] if parts else [
                 s for s in self.slots
                 if s is slot
@@ -627,18 +638,18 @@ class UnitState:
             part = Part(self, Form.STATE, torch.float32, slots, castable=False, kind=kind, copy=len(parts))
             arena = PinnedArena(round_up(part.nbytes, _GRAIN_NBYTES), pin=False, label=part.name, place=self._place)
             part.home_flat = arena.take(part.nbytes).tensor(torch.float32, (part.nbytes // 4,))
-            part.num_home_owners = _storage_owners(part.home_flat.untyped_storage())
+            part.num_home_owners = storage_owners(part.home_flat.untyped_storage())
             arena.close()  # the mapping lives as long as a tensor on it does
             for s in slots:
                 self.state_parts.setdefault((kind, s.index), []).append(part)
-        parts[-1].given.add(slot.index)
-        return parts[-1].home_view(slot)
+        return part.give(slot)
 
     def find_state(self, slot: ParamSlot, kind: str, tensor: torch.Tensor) -> Part | None:
         """The part whose DRAM tensor ``tensor`` is."""
         for part in self.state_parts.get((kind, slot.index), ()):
             view = part.home_view(slot)
             if tensor.data_ptr() == view.data_ptr() and tensor.dtype == view.dtype and tensor.shape == view.shape:
+                part.given[slot.index] = weakref.ref(tensor)  # another one, where somebody put a view in its place
                 return part
         return None
 

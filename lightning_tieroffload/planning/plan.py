@@ -147,7 +147,9 @@ class Plan:
         except ConfigError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"not a plan: {type(error).__name__}: {error}. Write it with Plan.save.") from error
+            raise ConfigError(
+                f"not a plan: {type(error).__name__}: {error}. Write it with Plan.save, or tieroffload plan --save."
+            ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan where ``plan_file`` can read it; a reader never sees half a file."""
@@ -166,7 +168,13 @@ class Plan:
             raise ConfigError(f"plan_file {os.fspath(path)}: {error.strerror or error}.") from error
         except ValueError as error:
             raise ConfigError(f"plan_file {os.fspath(path)} is not JSON: {error}.") from error
-        return cls.from_json(raw)
+        try:
+            return cls.from_json(raw)
+        except ConfigError as error:
+            raise ConfigError(
+                f"plan_file {os.fspath(path)}: {error} The plan.json of a run is one to follow only where the engine "
+                "has planned (profile_steps greater than 0, and as many steps)."
+            ) from error
 
     def as_table(self) -> Table:
         """The plan as a ``rich.table.Table``: consecutive units with the same choices share a line."""
