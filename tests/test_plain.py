@@ -202,27 +202,3 @@ def test_buffers_move_alone() -> None:
     assert net.running_mean is not None
     assert net.running_mean.is_meta
     assert net.weight.data_ptr() == before
-
-
-def test_layers_that_dynamo_gives_up_on_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past its limit of recompilations dynamo tries each function that the layer calls, hooks of ours among them."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    losses: list[list[float]] = []
-    for is_ours in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)])
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if is_ours:  # before the layers are compiled, as Accelerate's regional compilation does it
-            model, optimizer = lightning_tieroffload.offload(model, optimizer, device_budget="8KiB")
-        for index, layer in enumerate(model):
-            model[index] = torch.compile(layer, backend="eager")
-        losses.append([])
-        for step in range(5):
-            loss = model(torch.full((step % 3 + 2, 16), 0.5)).square().mean()  # other shapes, so that it recompiles
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    engine_of(model).close()
-    assert losses[0] == losses[1]
