@@ -202,3 +202,18 @@ def test_buffers_move_alone() -> None:
     assert net.running_mean is not None
     assert net.running_mean.is_meta
     assert net.weight.data_ptr() == before
+
+
+def test_the_report_of_an_engine_that_is_closed_has_its_plan(tmp_path: Path) -> None:
+    """`close()` takes units off the books: the report is written before, and a path that fails stops nothing."""
+    for path in (tmp_path / "trace", Path("/dev/null/trace")):
+        net = mlp(2)
+        _, adamw = lightning_tieroffload.offload(net, torch.optim.AdamW(net.parameters()), trace_path=path, **STARVED)
+        for _ in range(4):
+            net(samples()[:4]).sum().backward()
+            adamw.step()
+            adamw.zero_grad()
+        close(net)
+    report = json.loads((tmp_path / "trace" / "report.json").read_text())
+    assert report["plan"]["units"]
+    assert report["tiers"]["dram"]["home_nbytes"] > 0

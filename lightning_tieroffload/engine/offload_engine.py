@@ -465,6 +465,8 @@ class OffloadEngine:
         self.updates = core.updates
         self.device = core.device
         self.closed = False
+        self.before_close: Callable[[], None] | None = None
+        """Called once when `close` begins: whoever reports must do it before units leave the books. Must not raise."""
         self.is_accumulating = False
         self._model = weakref.ref(model)
         self.units: list[UnitState] = []
@@ -970,6 +972,9 @@ class OffloadEngine:
         """
         if self.closed:
             return
+        before_close, self.before_close = self.before_close, None
+        if before_close is not None:
+            before_close()
         self._hooks.reset()
         self._hooks.close()
         for handle in self._grad_handles.values():

@@ -590,8 +590,11 @@ class Planner:
 
     def _write_profile(self, profile: Profile) -> None:
         if self._config.trace_path is not None:
-            os.makedirs(self._config.trace_path, exist_ok=True)
-            profile.save(os.path.join(self._config.trace_path, PROFILE_FILE_NAME))
+            try:
+                os.makedirs(self._config.trace_path, exist_ok=True)
+                profile.save(os.path.join(self._config.trace_path, PROFILE_FILE_NAME))
+            except OSError as error:  # training does not end for a file that only people read
+                _log.warning("the profile could not be written to trace_path %s: %s", self._config.trace_path, error)
 
     # ------------------------------------------------------------------------------------------------- what is said
     def forecast(self) -> dict[str, Any]:

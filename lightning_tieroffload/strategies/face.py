@@ -6,12 +6,13 @@ Owns no engine and no model; keeps weak references to the engines whose report i
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
 import os
 import random
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,8 @@ log = logging.getLogger("lightning_tieroffload")
 
 class Engine(Protocol):
     """What a face needs to know about the engine in order to report."""
+
+    before_close: Callable[[], None] | None
 
     def report(self) -> dict[str, Any]: ...
     def planned(self) -> dict[str, Any]: ...
@@ -153,6 +156,14 @@ def report_at_exit(engine: Engine, config: TierOffloadConfig) -> None:
     """For faces without a teardown: write the report when the interpreter ends, if the engine still lives then."""
     if config.trace_path is not None:
         _to_report[engine] = config
+        engine.before_close = functools.partial(_report_before_close, weakref.ref(engine))
+
+
+def _report_before_close(ref: weakref.ref[Any]) -> None:
+    engine = ref()
+    config = _to_report.pop(engine, None) if engine is not None else None
+    if engine is not None and config is not None:
+        _try_to_write(engine, config)
 
 
 def write_reports(engines: Iterable[Engine] | None = None) -> None:
@@ -165,10 +176,14 @@ def write_reports(engines: Iterable[Engine] | None = None) -> None:
 
 def _write_last_reports() -> None:
     for engine, config in list(_to_report.items()):
-        try:
-            write_report(engine, config)
-        except Exception as error:  # the interpreter is ending: say it, do not hide the script's own outcome
-            log.warning("The run report could not be written to %s: %s", config.trace_path, error)
+        _try_to_write(engine, config)
+
+
+def _try_to_write(engine: Engine, config: TierOffloadConfig) -> None:
+    try:
+        write_report(engine, config)
+    except Exception as error:  # the run is ending: say it, do not hide the script's own outcome
+        log.warning("The run report could not be written to %s: %s", config.trace_path, error)
 
 
 atexit.register(_write_last_reports)
