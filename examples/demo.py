@@ -138,7 +138,10 @@ def main() -> int:
     )
 
     console.rule('Trainer(strategy="tieroffload")')
-    strategy = TierOffloadStrategy(device_budget=options.device_budget, dram_budget=options.dram_budget)
+    # Three watched steps, of which the first is a slow one: their median says what a step takes.
+    strategy = TierOffloadStrategy(
+        device_budget=options.device_budget, dram_budget=options.dram_budget, profile_steps=3
+    )
     ours = fit(strategy, model, windows, options)
     ours_weights = {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}
     del model, strategy
