@@ -441,7 +441,8 @@ class _Core:
                 if ticket is not None:
                     lane.finish(ticket, busy_s)
                 aside = self._serve_locked(lane)
-                ticket = lane.choose()
+                # A claimed work must not stand behind what comes aside, which may take its time or wait for that work.
+                ticket = lane.choose() if not aside else None
                 is_idle = ticket is None and not aside
                 is_last = is_idle and self._closing
                 if is_last:
@@ -449,6 +450,8 @@ class _Core:
                     is_idle = False
                 lane.num_idle += is_idle
                 has_more = bool(lane.heap)
+            if aside and has_more:
+                self._call(lane)
             self._serve_aside(aside)
             if is_last:
                 return
