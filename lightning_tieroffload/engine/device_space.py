@@ -39,6 +39,8 @@ from lightning_tieroffload.sizes import format_nbytes
 
 __all__ = ["DeviceSpace"]
 
+_OTHERS_READ_S = 1.0
+
 
 class DeviceSpace:
     """Residency of every managed unit on one device.
@@ -777,6 +779,19 @@ class DeviceSpace:
 
         ``wire_dtype`` is what autocast would cast to just now, None without autocast.
         """
+        gives_up_s = None
+        while True:
+            try:
+                return self._open_window(unit, phase, wire_dtype)
+            except CapacityError:
+                # What another thread reads just now is given back in a moment: it needs the lock for that.
+                now_s = time.monotonic()
+                gives_up_s = now_s + _OTHERS_READ_S if gives_up_s is None else gives_up_s
+                if not self._has_several_threads or now_s > gives_up_s:
+                    raise
+            time.sleep(0.001)
+
+    def _open_window(self, unit: UnitState, phase: Phase, wire_dtype: torch.dtype | None) -> list[Part]:
         with self.lock:
             parts = unit.parts_for(None if unit.is_compiled else wire_dtype)
             if unit.num_windows > 0 and unit.open_parts == parts:
