@@ -184,7 +184,7 @@ class DeviceSpace:
             shard, charge = self._dead.popleft()
             self.table.remove(shard)
             self.ledger.release(Tier.DEVICE, charge[0])
-            self._count_homes()
+        self._count_homes()
 
     def add_wire(self, unit: UnitState, dtype: torch.dtype) -> bool:
         """Give a unit's castable weights a wire part. False where something holds their full part just now."""
@@ -251,13 +251,13 @@ class DeviceSpace:
         for other in split:
             other.upload.wait()  # it may still be reading the split homes, and so may one that compute waits for only
             other.home_read.wait()
-        self.host.bring_in(unit.state_block if part.form is Form.STATE else unit.param_block, to_write=True)
+        self.host.bring_in(part.home_block, to_write=True)
         part.download.before_compute()  # one at a time: who has waited for the last one has waited for all
         self.table.begin(part.shard, D2H)
         pairs, landing = part.download_pairs()
         try:
             part.download = self._streams.download(pairs, f"write back ({part.name})")
-            self.host.note_use(unit.param_block, part.download)
+            self.host.note_use(part.home_block, part.download)
             if self.no_overlap or landing is not None:
                 part.download.wait()
             if landing is not None:
@@ -267,9 +267,8 @@ class DeviceSpace:
             raise
         self.moved_nbytes["d2h"] += part.nbytes
         self.table.landed(part.shard, D2H)
-        block = unit.state_block if part.form is Form.STATE else unit.param_block
-        self.host.note_written(block)
-        self.host.write_behind(block)
+        self.host.note_written(part.home_block)
+        self.host.write_behind(part.home_block)
         for other in split:
             self.table.wrote(other.shard, Tier.DRAM)
 
@@ -531,11 +530,11 @@ class DeviceSpace:
                     self._write_back(full)
         for each in unit.full_parts:
             each.download.wait()
-        self.host.bring_in(unit.param_block)
+        self.host.bring_in(part.home_block)
         self.table.begin(part.shard, H2D)
         try:
             part.upload = self._streams.upload(part.upload_pairs(), f"fetch ({part.name})")
-            self.host.note_use(unit.param_block, part.upload)
+            self.host.note_use(part.home_block, part.upload)
         except BaseException:
             self.table.failed(part.shard, H2D)
             raise

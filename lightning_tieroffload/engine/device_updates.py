@@ -23,7 +23,17 @@ import torch
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
-from lightning_tieroffload.engine.unit_state import Factor, Part, UnitState, WireState, flat_numpy, storage_owners
+from lightning_tieroffload.engine.unit_state import (
+    Factor,
+    Part,
+    UnitState,
+    WireState,
+    flat_numpy,
+    flat_view,
+    most_refs,
+    number_format,
+    storage_owners,
+)
 from lightning_tieroffload.planning.cost_model import UpdatePlace
 from lightning_tieroffload.sizes import round_up
 
@@ -130,34 +140,30 @@ class DeviceUpdates:
         return part
 
     def _launch(self, unit: UnitState, source: DeviceSource, of_kind: dict[str, Part], *, is_new: bool) -> None:
-        slot = source.slot
-        states = {kind: _flat(part.device_view(part.slots.index(slot))) for kind, part in of_kind.items()}
-        step = int(source.entry["step"].item()) + 1 if source.kernel.uses_step else 1
+        slot, kernel = source.slot, source.kernel
+        states = {kind: _on_device(part, slot) for kind, part in of_kind.items()}
+        step = int(source.entry["step"].item()) + 1 if kernel.uses_step else 1
+        wire, low = (unit.wire, unit.low) if slot.castable else (None, None)
         if self._space.device.type != "cuda":
-            if unit.wire is not None and slot.castable:
-                index = unit.wire.slots.index(slot)
-                master: Any = unit.split_views(index, unit.wire.flat, unit.low.flat)  # type: ignore[union-attr]
+            if wire is not None and low is not None:
+                master: Any = unit.split_views(wire.slots.index(slot), wire.flat, low.flat)
             else:
-                master = flat_numpy(slot.part.device_view(slot.part.slots.index(slot)))
-            source.kernel.run(
+                master = flat_numpy(_on_device(slot.part, slot))
+            kernel.run(
                 self._get_pool(), master, flat_numpy(source.grad),
                 {kind: state.numpy() for kind, state in states.items()}, step=step, group=source.group,
                 grad_scales=[factor.value() for factor in source.factors],
-                grad_format={torch.bfloat16: "bf16", torch.float16: "f16"}.get(source.grad.dtype, "f32"),
-                is_new_state=is_new,
+                grad_format=number_format(source.grad.dtype), is_new_state=is_new,
             )  # fmt: skip
             return
         from lightning_tieroffload.kernels.triton_adam import triton_adam_step
 
-        split = None
-        if unit.wire is not None and slot.castable:
-            split = unit.split_tensors(unit.wire.slots.index(slot))
-            wanted = None
-        else:
-            wanted = _flat(slot.part.device_view(slot.part.slots.index(slot)))
         triton_adam_step(
-            wanted, _flat(source.grad), states["exp_avg"], states["exp_avg_sq"],
-            source.kernel.scalars(source.group, step, is_new), split=split, grad_scales=self._scales_of(source.factors),
+            None if wire is not None else _on_device(slot.part, slot),
+            flat_view(source.grad), states["exp_avg"], states["exp_avg_sq"],
+            kernel.scalars(source.group, step, is_new),
+            split=unit.split_tensors(wire.slots.index(slot)) if wire is not None else None,
+            grad_scales=self._scales_of(source.factors),
         )  # fmt: skip
 
     def _scales_of(self, factors: Sequence[Factor]) -> torch.Tensor | Sequence[float]:
@@ -174,9 +180,9 @@ class DeviceUpdates:
         return found[1]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory as one dimension."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+def _on_device(part: Part, slot: ParamSlot) -> torch.Tensor:
+    """The slot's memory in a part on the device, as one dimension."""
+    return flat_view(part.device_view(part.slots.index(slot)))
 
 
 def _num_refs(source: DeviceSource) -> tuple[int, int]:
@@ -200,16 +206,8 @@ def _own_refs() -> tuple[int, int]:
 _OWN_ENTRY_REFS, _OWN_TENSOR_REFS = _own_refs()
 
 
-def _most_refs(tensors: dict[int, torch.Tensor]) -> int:
-    """The most references to any of the tensors."""
-    most = 0
-    for tensor in tensors.values():
-        most = max(most, sys.getrefcount(tensor))
-    return most
-
-
 _ONE_TENSOR = torch.empty(1, device="cpu")  # referred to once, as by an entry
-_OWN_GIVEN_REFS = _most_refs({0: _ONE_TENSOR})
+_OWN_GIVEN_REFS = most_refs({0: _ONE_TENSOR})
 _OWN_STORAGE_OWNERS = storage_owners(_ONE_TENSOR.untyped_storage())
 
 
@@ -229,7 +227,7 @@ def _is_held(source: DeviceSource) -> bool:
         if part is None:
             if num_owners > _OWN_STORAGE_OWNERS:
                 return True
-        elif part.num_home_aliases() > 0 or _most_refs(part.given_tensors()) > _OWN_GIVEN_REFS:
+        elif part.num_home_aliases() > 0 or most_refs(part.given_tensors()) > _OWN_GIVEN_REFS:
             return True
     return False
 

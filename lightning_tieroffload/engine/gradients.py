@@ -308,15 +308,14 @@ class Gradients:
             self._put_down(slot)
         return bool(slots)
 
-    def _take_kept(self, slot: ParamSlot, record: GradRecord) -> torch.Tensor:
-        """The kept gradient as the plain run would show it, in fresh memory or the only reference to its own."""
-        kept = record.kept
-        assert kept is not None
-        grad = kept if kept.dtype == slot.dtype else kept.to(slot.dtype)
+    @staticmethod
+    def _kept_value(slot: ParamSlot, record: GradRecord, *, in_place: bool) -> torch.Tensor:
+        """The kept gradient as the plain run would show it; ``in_place`` what is kept may be multiplied itself."""
+        assert record.kept is not None
+        value = record.kept.to(slot.dtype, copy=bool(record.factors) and not in_place)
         for factor in record.factors:
-            grad.mul_(factor.tensor)
-        self._forget_kept(slot, record)
-        return grad
+            value.mul_(factor.tensor)
+        return value
 
     def _forget_kept(self, slot: ParamSlot, record: GradRecord) -> None:
         if record.place is GradPlace.KEPT:
@@ -337,12 +336,13 @@ class Gradients:
             unit: UnitState = slot.unit
             record = unit.grads[slot.index]
             fresh = raw_grad(slot.param)
-            if record.place not in (GradPlace.HOST, GradPlace.KEPT):
+            if not record.place.is_ours:
                 if fresh is not None:
                     self._touched(slot, record)
                 return fresh
             if record.place is GradPlace.KEPT:
-                grad = self._take_kept(slot, record)
+                grad = self._kept_value(slot, record, in_place=True)
+                self._forget_kept(slot, record)
             else:
                 host = self.host_value(slot)
                 grad = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self._space.device)
@@ -443,12 +443,11 @@ class Gradients:
     # ------------------------------------------------------------------------------------------------- clipping
     def has_grad(self, slot: ParamSlot) -> bool:
         record = slot.unit.grads[slot.index]
-        return record.place in (GradPlace.HOST, GradPlace.KEPT) or raw_grad(slot.param) is not None
+        return record.place.is_ours or raw_grad(slot.param) is not None
 
     def is_down(self, slot: ParamSlot) -> bool:
         """Whether the gradient is ours to hold: out of autograd's field."""
-        is_ours = slot.unit.grads[slot.index].place in (GradPlace.HOST, GradPlace.KEPT)
-        return is_ours and raw_grad(slot.param) is None
+        return slot.unit.grads[slot.index].place.is_ours and raw_grad(slot.param) is None
 
     def norm(self, slot: ParamSlot, norm_type: float) -> torch.Tensor:
         """The gradient's norm on the compute device, by the function that torch's clipping calls there."""
@@ -458,9 +457,7 @@ class Gradients:
                 record.norms_ticket.before_compute()
                 return record.norms[norm_type]
             if record.place is GradPlace.KEPT and record.kept is not None:
-                value = record.kept.to(slot.dtype, copy=bool(record.factors))
-                for factor in record.factors:
-                    value.mul_(factor.tensor)
+                value = self._kept_value(slot, record, in_place=False)
                 record.norms[norm_type] = torch.linalg.vector_norm(value, norm_type)
                 return record.norms[norm_type]
             if record.is_wire and not record.factors:

@@ -29,7 +29,7 @@ from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.order import Phase
 from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.planner import Planner
-from lightning_tieroffload.engine.profiler import Profiler
+from lightning_tieroffload.engine.profiler import Profiler, largest_numel
 from lightning_tieroffload.engine.recompute import Recompute, Region
 from lightning_tieroffload.engine.saved import hooks_are_ours, pop_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import Part, UnitState
@@ -87,14 +87,6 @@ class _Cleaner:
         for table in self.tables:
             for key in [k for k, hook in table.items() if hook is _inert]:
                 del table[key]
-
-
-def _largest_numel(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel()
-    if isinstance(value, dict):
-        value = list(value.values())
-    return max((_largest_numel(item) for item in value), default=0) if isinstance(value, (list, tuple)) else 0
 
 
 @functools.cache
@@ -189,7 +181,7 @@ class ModuleHooks:
                 self._watch(unit)
                 if unit.root is module and not again:
                     if unit.index == self._planner.first_unit:
-                        self._planner.on_batch(_largest_numel((args, kwargs)))
+                        self._planner.on_batch(largest_numel((args, kwargs)))
                     if unit.choice.activation is ActivationChoice.RECOMPUTE:
                         region = self._begin_region(frame, unit, args, kwargs or {})
                     elif unit.choice.activation is ActivationChoice.OFFLOAD_DRAM:

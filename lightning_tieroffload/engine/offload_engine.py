@@ -1050,7 +1050,7 @@ class OffloadEngine:
                 continue  # not taken yet
             record = unit.grads[slot.index]
             grad = raw_grad(p)
-            if record.place in (GradPlace.HOST, GradPlace.KEPT) and not host.is_lost(unit.grad_block):
+            if record.place.is_ours and not host.is_lost(unit.grad_block):
                 sum_before = self.gradients.host_value(slot).clone()
                 # One may not have left yet.
                 grad = sum_before if grad is None else sum_before.to(grad.device).add_(grad)

@@ -38,7 +38,7 @@ from lightning_tieroffload.engine.device_updates import DeviceSource, DeviceUpda
 from lightning_tieroffload.engine.gradients import Gradients, fits_host
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
 from lightning_tieroffload.engine.reach import REMAPPED_DEPTH, inner_optimizers, reaches_past_its_groups
-from lightning_tieroffload.engine.unit_state import Factor, GradPlace, UnitState, flat_numpy
+from lightning_tieroffload.engine.unit_state import Factor, GradPlace, UnitState, flat_numpy, flat_view, number_format
 from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import TierOffloadError, UnsupportedError
 from lightning_tieroffload.kernels.adam import MOMENTS_LATER, MOMENTS_ONLY
@@ -820,7 +820,7 @@ class Updates:
             bits = slice(begin // 8, (end + 7) // 8)
             split = slot.split
             if split is None:
-                values = _flat(slot.home)[begin:end]
+                values = flat_view(slot.home)[begin:end]
             else:
                 values = torch.empty(end - begin, dtype=slot.dtype, device="cpu")
                 merge_f32(split.hi_u16[begin:end], split.lo_u16[begin:end], split.ties_u8[bits], values.numpy())
@@ -829,7 +829,7 @@ class Updates:
             state = {
                 key: value
                 if not isinstance(value, torch.Tensor)
-                else (_flat(value)[begin:end] if value.numel() == numel else value.clone())
+                else (flat_view(value)[begin:end] if value.numel() == numel else value.clone())
                 for key, value in (entry.items() if not is_fresh else ())
             }
             clone = _clone(raw, cls, [{**source.group, "params": [host]}], {})
@@ -839,7 +839,7 @@ class Updates:
                 if isinstance(value, torch.Tensor) and value.numel() == end - begin:
                     if begin == 0:
                         entry[key] = _new_state_tensor(slot, key, value.dtype)
-                    _flat(entry[key])[begin:end] = value
+                    flat_view(entry[key])[begin:end] = value
                 elif begin == 0:
                     entry[key] = value
             state = clone.state[host]
@@ -877,7 +877,7 @@ class Updates:
             kernel.submit, self._pool, slot.split if slot.split is not None else flat_numpy(slot.home),
             flat_numpy(grad), states, step=num_step, group=source.group,
             grad_scales=[factor.value() for factor in source.factors],
-            grad_format={torch.bfloat16: "bf16", torch.float16: "f16"}.get(grad.dtype, "f32"), is_new_state=is_first,
+            grad_format=number_format(grad.dtype), is_new_state=is_first,
             among_numel=among_numel,
         )  # fmt: skip
         if self.defer_moments and not is_first and not slot.unit.is_paged and kernel.can_defer_moments(source.group):
@@ -1162,11 +1162,6 @@ def _set_scalar_dtype(entry: Any, source: _Source, scalar_dtype: torch.dtype) ->
             entry[name] = entry[name].to(dtype)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory as one dimension."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 class _Source:
     """One parameter's part of an update: where its gradient is and what is still to be multiplied in."""
 
@@ -1208,7 +1203,7 @@ class _Source:
     def true_grad_slice(self, begin: int, end: int) -> torch.Tensor:
         """``true_grad`` of elements ``begin`` to ``end``, counted in memory order."""
         assert self.grad is not None
-        grad = _flat(self.grad)[begin:end]
+        grad = flat_view(self.grad)[begin:end]
         grad = grad.to(self.slot.dtype, copy=bool(self.factors) and self._stays_as_it_is())
         for factor in self.factors:
             grad.mul_(factor.on_host())

@@ -13,7 +13,6 @@ compiles kernels; of the others the median counts.
 from __future__ import annotations
 
 import enum
-import math
 import statistics
 import threading
 import time
@@ -28,7 +27,7 @@ from lightning_tieroffload.engine.unit_state import UnitState
 from lightning_tieroffload.planning.profile import MachineProfile
 from lightning_tieroffload.sizes import MiB
 
-__all__ = ["Measured", "Phase", "Profiler", "measure_machine"]
+__all__ = ["Measured", "Phase", "Profiler", "largest_numel", "measure_machine"]
 
 _PROBE_NBYTES = {"cuda": 64 * MiB, "cpu": 8 * MiB}
 _NUM_PROBES = 3
@@ -77,6 +76,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item)
+
+
+def largest_numel(value: Any) -> int:
+    """Elements of the largest tensor among a module's arguments: what tells one batch's size from another's."""
+    return max((tensor.numel() for tensor in _tensors(value)), default=0)
 
 
 class Profiler:
@@ -178,8 +182,7 @@ class Profiler:
             shapes = tuple(tuple(t.shape) for t in _tensors(inputs))
             if not step.inputs:
                 step.inputs = shapes
-            numel = max((math.prod(shape) for shape in shapes), default=0)
-            step.numel_of[unit.index] = max(numel, step.numel_of.get(unit.index, 0))
+            step.numel_of[unit.index] = max(largest_numel(inputs), step.numel_of.get(unit.index, 0))
             if self._is_first_pass:
                 for tensor in _tensors(inputs):
                     self._note(unit.index, tensor, is_input=True)

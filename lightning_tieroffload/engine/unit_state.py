@@ -23,7 +23,7 @@ import bisect
 import enum
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +52,9 @@ __all__ = [
     "WireState",
     "align_nbytes",
     "flat_numpy",
+    "flat_view",
+    "most_refs",
+    "number_format",
     "storage_owners",
 ]
 
@@ -74,9 +77,19 @@ def storage_owners(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as one dimension."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def number_format(dtype: torch.dtype) -> str:
+    """How update kernels call the type of a gradient."""
+    return "bf16" if dtype == torch.bfloat16 else "f16" if dtype == torch.float16 else "f32"
+
+
 def flat_numpy(tensor: torch.Tensor) -> Any:
     """A dense host tensor's memory as a 1-D NumPy array (16-bit floats as uint16)."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))
+    flat = flat_view(tensor)
     if flat.dtype in (torch.bfloat16, torch.float16):
         flat = flat.view(torch.uint16)
     return flat.numpy()
@@ -106,6 +119,11 @@ class GradPlace(enum.Enum):
     LIVE = "live"  # in autograd's own field on the device: just born, or touched by the user and then authoritative
     HOST = "host"  # in the unit's DRAM gradient block
     KEPT = "kept"  # on the device, outside autograd's field: it waits there for an update on the device
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the engine holds it, out of autograd's field."""
+        return self in (GradPlace.HOST, GradPlace.KEPT)
 
 
 class Factor:
@@ -202,17 +220,17 @@ class _StateTensor:
         )
 
 
-def _num_entry_refs(entries: dict[int, dict[str, Any]]) -> int:
-    """The most references that any of the entries has."""
+def most_refs(objects: Mapping[int, Any]) -> int:
+    """The most references that any of the mapping's values has."""
     most = 0
-    for entry in list(entries.values()):
-        most = max(most, sys.getrefcount(entry))
+    for each in list(objects.values()):
+        most = max(most, sys.getrefcount(each))
     return most
 
 
 # What an object has that nobody else refers to: it differs from one interpreter to the next.
 _OWN_TENSOR_REFS = _StateTensor(torch.empty(1, device="cpu")).num_refs()
-_OWN_ENTRY_REFS = _num_entry_refs({0: {}})
+_OWN_ENTRY_REFS = most_refs({0: {}})
 
 
 class HostBlock:
@@ -280,7 +298,7 @@ class HostBlock:
 
     def is_held(self) -> bool:
         """Whether user code refers to an entry of the state or to one of its tensors."""
-        if _num_entry_refs(self.entries) > _OWN_ENTRY_REFS + 1:  # the optimizer's own mapping
+        if most_refs(self.entries) > _OWN_ENTRY_REFS + 1:  # the optimizer's own mapping
             return True
         for (index, name), held in list(self.tensors.items()):
             keeps = self.entries.get(index, {}).get(name) is held.tensor
@@ -460,6 +478,11 @@ class Part:
         """The plan keeps the part on the device: it leaves only where nothing else makes room."""
         choice = self.unit.choice
         return choice.update_on is UpdatePlace.DEVICE and choice.state_home is Tier.DEVICE
+
+    @property
+    def home_block(self) -> HostBlock:
+        """The host memory that the part's copy in DRAM lies in."""
+        return self.unit.state_block if self.form is Form.STATE else self.unit.param_block
 
     @property
     def is_for_compute(self) -> bool:
@@ -858,7 +881,7 @@ class UnitState:
             if arena not in self._grad_arenas.values():
                 self._close_arena(arena, self.grad_block)
         wide = self._host_grads[slot.index, slot.dtype]
-        flat = wide.as_strided((slot.numel,), (1,)).view(dtype)
+        flat = flat_view(wide).view(dtype)
         return flat.as_strided(slot.shape, slot.stride, wide.storage_offset() * slot.dtype.itemsize // dtype.itemsize)
 
     def _drop_wide_grads(self, slot: ParamSlot) -> None:
