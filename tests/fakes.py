@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,20 @@ def batches(count: int, *shape: int, seed: int = 1) -> list[torch.Tensor]:
     """``count`` normal batches from a generator of their own."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*(shape or (16, 64)), generator=generator) for _ in range(count)]
+
+
+def steps(loss_of: Callable[[Any, torch.Tensor], torch.Tensor], num_steps: int = 3, *shape: int) -> Any:
+    """The plain loop: forward, backward, step, zero_grad."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(num_steps, *shape):
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    return loop
 
 
 def gpt_tiny(**overrides: Any) -> Any:

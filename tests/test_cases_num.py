@@ -25,7 +25,7 @@ from exactness import (
     starved,
     tight,
 )
-from fakes import batches, gpt_tiny, mlp, mlp_loss, token_batches
+from fakes import batches, gpt_tiny, mlp, mlp_loss, steps, token_batches
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -41,15 +41,7 @@ def adamw_mlp(depth: int, **settings: Any) -> Any:
 
 
 def mlp_steps(num_steps: int) -> Any:
-    def loop(model: nn.Module, optimizer: Any, look: Any) -> None:
-        for x in batches(num_steps):
-            loss = mlp_loss(model, x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            look(loss=loss)
-
-    return loop
+    return steps(mlp_loss, num_steps)
 
 
 # ---------------------------------------------------------------- NUM-02

@@ -24,7 +24,7 @@ from exactness import (
     small_activations,
     tight,
 )
-from fakes import Block, batches, gpt_tiny, mlp, mlp_loss, token_batches
+from fakes import Block, batches, gpt_tiny, mlp, mlp_loss, steps, token_batches
 from torch import nn
 
 from lightning_tieroffload.config import TierOffloadConfig
@@ -55,16 +55,8 @@ def blocks(depth: int = 6) -> tuple[nn.Module, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def steps(num_steps: int = 6, rows: int = 64, width: int = 24) -> Any:
-    def loop(model: Any, optimizer: Any, look: Any) -> None:
-        for x in batches(num_steps, rows, width):
-            loss = mlp_loss(model, x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            look(loss=loss)
-
-    return loop
+def mlp_steps(num_steps: int = 6, rows: int = 64, width: int = 24) -> Any:
+    return steps(mlp_loss, num_steps, rows, width)
 
 
 def quiet(**_: Any) -> None:
@@ -78,7 +70,7 @@ def trained(build: Any = blocks, loop: Any = None, budget: Any = "all", **settin
     with one_thread(), small_activations():
         engine = attach(model, optimizer, Variant(budget=budget), **settings)
         engine.kept_alive = (model, optimizer)  # type: ignore[attr-defined]
-        (loop or steps())(model, optimizer, quiet)
+        (loop or mlp_steps())(model, optimizer, quiet)
     return engine
 
 
@@ -96,7 +88,7 @@ def test_a_plan_changes_no_number(planner: str) -> None:
     variants = [
         Variant(FULL[i % 4].debug, FULL[i % 4].prefetch, i, FULL[i % 4].every_look, b) for i, b in enumerate(budgets)
     ]
-    _, ours = check(blocks, steps(), variants, planner=planner)
+    _, ours = check(blocks, mlp_steps(), variants, planner=planner)
     for recording in ours:
         report = recording.reports[0]
         assert report["plan"]["planner"] == planner
@@ -160,8 +152,8 @@ def test_units_that_cannot_be_recomputed_are_planned_for_again() -> None:
         model = nn.Sequential(*(Counting() if i % 2 else Dropping() for i in range(6)))
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    check(build, steps(8), [Variant(budget=100 * KiB)])
-    engine = trained(build, steps(8), budget=100 * KiB)
+    check(build, mlp_steps(8), [Variant(budget=100 * KiB)])
+    engine = trained(build, mlp_steps(8), budget=100 * KiB)
     refused = [u for u in engine.units if u.choice.activation is ActivationChoice.RECOMPUTE and int(u.name) % 2]
     assert refused == []
     engine.close()
@@ -171,10 +163,10 @@ def test_units_that_cannot_be_recomputed_are_planned_for_again() -> None:
 def test_a_plan_that_moves_state_changes_no_number(budget: Any) -> None:
     """With updates on the device the plan chooses homes of state and activations together; numbers are the CPU's."""
     kernels = {"optimizer_kernel": "numba", "units": ("Dropping",)}
-    reference = run(blocks, steps(8), Variant(budget="all"), num_expected=8, update_on="cpu", **kernels)
+    reference = run(blocks, mlp_steps(8), Variant(budget="all"), num_expected=8, update_on="cpu", **kernels)
     for debug in (FULL[0].debug, FULL[2].debug):
         variant = Variant(debug, budget=budget, every_look=False)
-        ours = run(blocks, steps(8), variant, num_expected=8, update_on="device", **kernels)
+        ours = run(blocks, mlp_steps(8), variant, num_expected=8, update_on="device", **kernels)
         assert_exact(reference, ours, str(variant))
         lines = ours.reports[0]["plan"]["units"]
         assert ours.reports[0]["forecast"]["step_s"] > 0
@@ -210,7 +202,7 @@ def _random_case(seed: int) -> tuple[Any, Any, dict[str, int]]:
         "device_budget": int(total * 10 ** draw.uniform(-1.5, 1.5)) + 1,
         "dram_budget": int(total * 10 ** draw.uniform(0, 1.5)) + 1,
     }
-    return build, steps(4, rows, width), budgets
+    return build, mlp_steps(4, rows, width), budgets
 
 
 def _linear(width: int) -> nn.Module:
@@ -267,7 +259,7 @@ def test_three_hundred_random_models_and_budgets() -> None:
 
 def test_the_profile_says_what_is_saved_and_used() -> None:
     """Bytes that autograd saves in a unit, its input told apart; two uses a step; all seconds there."""
-    engine = trained(lambda: _two_linears(), steps(3, 32, 64), activations="auto")
+    engine = trained(lambda: _two_linears(), mlp_steps(3, 32, 64), activations="auto")
     profile = engine.core.planner.profile
     assert profile is not None
     lines = {unit.name: unit for unit in profile.units}
@@ -345,10 +337,10 @@ def test_plan_and_profile_are_written_and_a_plan_is_followed_as_it_is(tmp_path: 
     first.close()
 
     settings = {"plan_file": str(tmp_path / "plan.json")}
-    check(blocks, steps(), [Variant(budget=120 * KiB)], **settings)
-    second = trained(loop=steps(1), budget=120 * KiB, **settings)
+    check(blocks, mlp_steps(), [Variant(budget=120 * KiB)], **settings)
+    second = trained(loop=mlp_steps(1), budget=120 * KiB, **settings)
     assert activations_of(second) == choices
-    steps(5)(*second.kept_alive, quiet)  # type: ignore[attr-defined]
+    mlp_steps(5)(*second.kept_alive, quiet)  # type: ignore[attr-defined]
     assert second.core.planner.num_plans == 1
     assert second.core.planner.plan == plan
     second.close()
@@ -399,7 +391,7 @@ def test_a_larger_batch_is_planned_for_before_it_is_kept() -> None:
 
     budget = 300 * KiB
     check(blocks, loop, [Variant(budget=budget), Variant(FULL[2].debug, budget=budget, every_look=False)])
-    engine = trained(loop=steps(4), budget=budget)
+    engine = trained(loop=mlp_steps(4), budget=budget)
     assert set(activations_of(engine)) == {ActivationChoice.KEEP}
     model, _ = engine.kept_alive  # type: ignore[attr-defined]
     mlp_loss(model, torch.randn(256, 24)).backward()
@@ -440,7 +432,7 @@ def test_out_of_memory_that_is_caught() -> None:
 
 
 def test_out_of_memory_makes_units_recompute_at_once() -> None:
-    engine = trained(loop=steps(4), budget="all")
+    engine = trained(loop=mlp_steps(4), budget="all")
     model, _ = engine.kept_alive  # type: ignore[attr-defined]
     handle = model[3].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
@@ -454,11 +446,11 @@ def test_drift_is_noticed_and_planned_for(monkeypatch: pytest.MonkeyPatch, caplo
     """Steps that all take much longer than those after the plan: said, watched, planned again, not at every step."""
     monkeypatch.setattr(engine_planner, "_NUM_DRIFT_STEPS", 4)
     monkeypatch.setattr(engine_planner, "_LEAST_STEPS_BETWEEN", 8)
-    engine = trained(loop=steps(6), budget="all")
+    engine = trained(loop=mlp_steps(6), budget="all")
     planner = engine.core.planner
     planner._baseline_s, planner._laps_s = 1e-9, []
     with caplog.at_level(logging.WARNING, logger=engine_planner.__name__):
-        steps(12)(*engine.kept_alive, quiet)  # type: ignore[attr-defined]
+        mlp_steps(12)(*engine.kept_alive, quiet)  # type: ignore[attr-defined]
     assert sum("the plan is made again" in record.message for record in caplog.records) == 1
     assert planner.num_plans == 2
     engine.close()
@@ -470,10 +462,10 @@ def test_a_second_model_is_planned_with_the_first() -> None:
     first, second = blocks(), (mlp(3), None)
     with one_thread():
         engine = attach(*first, Variant(budget="all"))
-        steps(3)(*first, quiet)
+        mlp_steps(3)(*first, quiet)
         other = attach(second[0], torch.optim.AdamW(second[0].parameters()), Variant(budget="all"))
         assert other.core is engine.core
-        steps(4)(*first, quiet)
+        mlp_steps(4)(*first, quiet)
     plan = engine.core.planner.plan
     assert plan is not None
     assert len(plan.units) == len(engine.units) + len(other.units) + 1

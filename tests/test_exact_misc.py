@@ -29,7 +29,7 @@ from exactness import (
     starved,
     take_down,
 )
-from fakes import Block, Stack, batches, gpt_tiny, mlp, mlp_loss, token_batches
+from fakes import Block, Stack, batches, gpt_tiny, mlp, mlp_loss, steps, token_batches
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_, prune
@@ -54,20 +54,6 @@ def with_sgd(make: Callable[[], nn.Module]) -> Any:
         return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     return build
-
-
-def steps(loss_of: Callable[[Any, torch.Tensor], torch.Tensor], num_steps: int = 3, *shape: int) -> Any:
-    """The plain loop: forward, backward, step, zero_grad."""
-
-    def loop(model: Any, optimizer: Any, look: Any) -> None:
-        for x in batches(num_steps, *shape):
-            loss = loss_of(model, x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            look(loss=loss)
-
-    return loop
 
 
 # ---------------------------------------------------------------- dtypes and shapes

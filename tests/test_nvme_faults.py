@@ -208,6 +208,19 @@ def test_sto_02_full_at_the_start_by_the_free_space(
     assert os.listdir(tmp_path) == []
 
 
+def fail_from(monkeypatch: pytest.MonkeyPatch, failing: str, nth: int, code: int) -> list[float]:
+    """From the ``nth`` read or write on every one fails with ``code``. Returns when they did, as they do."""
+    failed_s: list[float] = []
+
+    def on_call(verb: str, num: int, path: str) -> None:
+        if verb == failing and num >= nth:
+            failed_s.append(time.monotonic())
+            raise OSError(code, os.strerror(code))
+
+    FaultyDisk(monkeypatch, on_call=on_call)
+    return failed_s
+
+
 @pytest.mark.parametrize("debug", [["poison"], ["poison", "delays"]], ids=["threads", "seeded"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("nth", [1, 7, 40])
@@ -215,14 +228,7 @@ def test_sto_02_nth_write_fails(
     tmp_path: Path, plain: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, code: int, nth: int, debug: list[str]
 ) -> None:
     run = Run(tmp_path, debug=debug)
-    failed_s: list[float] = []
-
-    def on_call(verb: str, num: int, path: str) -> None:
-        if verb == "write" and num >= nth:
-            failed_s.append(time.monotonic())
-            raise OSError(code, os.strerror(code))
-
-    FaultyDisk(monkeypatch, on_call=on_call)
+    failed_s = fail_from(monkeypatch, "write", nth, code)
     error = expect_error(run, plain, TierIOError, lambda: failed_s[0], os.strerror(code))
     assert isinstance(error, TierIOError)
     assert error.errno == code
@@ -256,14 +262,7 @@ def test_nth_read_fails(
     tmp_path: Path, plain: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, nth: int, debug: list[str]
 ) -> None:
     run = Run(tmp_path, debug=debug)
-    failed_s: list[float] = []
-
-    def on_call(verb: str, num: int, path: str) -> None:
-        if verb == "read" and num >= nth:
-            failed_s.append(time.monotonic())
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    FaultyDisk(monkeypatch, on_call=on_call)
+    failed_s = fail_from(monkeypatch, "read", nth, errno.EIO)
     error = expect_error(run, plain, TierIOError, lambda: failed_s[0], "Input/output error")
     assert isinstance(error, TierIOError)
     assert error.shard
