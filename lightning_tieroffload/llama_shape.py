@@ -146,6 +146,10 @@ class LlamaShape(nn.Module):
         model.cos, model.sin = _angles(shape, max_length)
         return model
 
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute every layer in backward; the name is the one that Hugging Face's models have."""
+        self.recompute = True
+
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
