@@ -260,6 +260,7 @@ class TierOffloadConfig:
     master_weights: str = "as_given"
     update_on: str = "auto"
     state_dtype: str = "fp32"
+    state_home: str = "auto"
     planner: str = "ilp"
     plan_file: str | None = None
     profile_steps: int | Auto = "auto"
@@ -288,6 +289,7 @@ class TierOffloadConfig:
         master_weights: str | None = None,
         update_on: str | None = None,
         state_dtype: str | None = None,
+        state_home: str | None = None,
         planner: str | None = None,
         plan_file: str | os.PathLike[str] | None = None,
         profile_steps: int | Auto | None = None,
@@ -404,6 +406,7 @@ _READERS: dict[str, _Reader] = {
             "float8": "fp8",
         },
     ),
+    "state_home": _choice_reader("auto", "nvme"),
     "planner": _choice_reader("ilp", "greedy", "lifetime"),
     "plan_file": _optional_path,
     "profile_steps": _auto_integer_reader(0, 1000),

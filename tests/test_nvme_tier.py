@@ -22,7 +22,7 @@ from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.host_space import HostNeed, assign_homes
 from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.engine.unit_state import CAUTIOUS
-from lightning_tieroffload.errors import InfeasiblePlanError
+from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -209,6 +209,24 @@ def test_twenty_seeds(tmp_path: Path, seed: int) -> None:
     budget = least_dram(build, tmp_path) * (1 + seed % 3)
     variant = Variant(SLOW, prefetch=(1, 2, 4)[seed % 3], seed=seed, every_look=False, budget="tight")
     check(build, loop, [variant], seed=seed, nvme_paths=[tmp_path], dram_budget=budget)
+
+
+def test_state_home_puts_all_state_on_flash_whatever_fits(tmp_path: Path) -> None:
+    """With room for everything parameters and gradients stay, and state goes to flash; exact. Else it is refused."""
+    settings = {"nvme_paths": [tmp_path], "dram_budget": "64MiB", "state_home": "nvme"}
+    _, ours = check(mlp_build(), mlp_loop(3), (*QUICK, FULL[3]), **settings)
+    for recording in ours:
+        report = recording.reports[-1]
+        assert {(u["state_home"], u["grad_home"]) for u in report["plan"]["units"]} == {("nvme", "dram")}
+        assert {u["param_home"] for u in report["plan"]["units"]} <= {"device", "dram"}
+        num_params = sum(p.numel() for p in mlp(6).parameters())
+        assert report["moved_nbytes"]["write"] >= 3 * 8 * num_params
+        assert_dram_kept(report)
+    model, optimizer = mlp_build(torch.optim.LBFGS)()
+    with pytest.raises(UnsupportedError, match="LBFGS steps over all parameters at once"):
+        attach(model, optimizer, Variant(), **settings)
+    with pytest.raises(ConfigError, match="needs nvme_paths"):
+        attach(*mlp_build()(), Variant(), state_home="nvme")
 
 
 def test_several_paths(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 Each run is a process of its own, so that neither sees the other's memory. Wall clock over the whole timed window,
 ending when the last update has landed; data are made beforehand.
+
+With ``nvme_paths`` a window also ends when the last write has, and the line has "flash": what a bare loop of reads and
+writes made of the disk before and after (same process), what a step moved, and how long a step takes over the floor:
+10 bytes of state a parameter each way at the mixed rate.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,12 +26,15 @@ import typer
 from lightning_tieroffload.cli.options import SETTINGS_HELP, refuse_rest, take_settings
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.io.probe import probe_path
 from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape
-from lightning_tieroffload.sizes import parse_nbytes
+from lightning_tieroffload.sizes import GiB, MiB, parse_nbytes
 
 __all__ = ["bench_train", "run_job"]
 
 FACES = ("plain", "lightning", "accelerate", "resident")
+_PROBE_NBYTES = 1 * GiB
+_STATE_BYTES = 10  # a parameter: low half of the master, two moments in fp32
 
 
 def bench_train(
@@ -47,6 +54,7 @@ def bench_train(
         True, help="Each layer checkpoints itself; without, its activations are the settings' business."
     ),
     seed: int = typer.Option(0, help="Seed of weights and data."),
+    probe_seconds: float = typer.Option(1.0, help="With flash: seconds for each figure of the disk, before and after."),
     deterministic: bool = typer.Option(False, help="Use torch's deterministic algorithms, to compare runs bit by bit."),
     as_json: bool = typer.Option(False, "--json", help="Only the JSON lines."),
 ) -> None:
@@ -66,7 +74,7 @@ def bench_train(
     job: dict[str, Any] = {
         "size": model_size, "batch": batch, "seq": seq, "steps": steps, "warmup": warmup, "grad_accum": grad_accum,
         "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed, "recompute": recompute,
-        "deterministic": deterministic, "config": config.to_json(),
+        "deterministic": deterministic, "probe_s": probe_seconds, "config": config.to_json(),
     }  # fmt: skip
     ours = _in_a_process(job)
     if against == "resident":
@@ -110,20 +118,25 @@ class _Timer:
         self._warmup = warmup
         self.marks_s: list[float] = []
         self.losses: list[torch.Tensor] = []
+        self.engine: Any = None
+        self.moved_nbytes: list[dict[str, int]] = []  # so far, when the window began and when it ended
 
     def settle(self) -> None:
+        if self.engine is not None:
+            self.engine.flush()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        if self.engine is not None and self.engine.core.store is not None:
+            self.engine.core.scheduler.settle()
+            self.moved_nbytes.append(dict(self.engine.space.moved_nbytes))
 
-    def step(self, loss: torch.Tensor, flush: Callable[[], None]) -> None:
+    def step(self, loss: torch.Tensor) -> None:
         self.losses.append(loss.detach())
         if len(self.losses) == self._warmup:
-            flush()
             self.settle()
         self.marks_s.append(time.perf_counter())
 
-    def window_s(self, flush: Callable[[], None]) -> float:
-        flush()
+    def window_s(self) -> float:
         self.settle()
         return time.perf_counter() - self.marks_s[self._warmup - 1]
 
@@ -150,6 +163,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     )
     timer = _Timer(device, job["warmup"])
     build_s = time.perf_counter() - start_s
+    paths = TierOffloadConfig.from_mapping(json.loads(job["config"])).nvme_paths if job["face"] != "resident" else ()
+    probes = [_probe_flash(paths, job.get("probe_s", 1.0))]
     runner = {"plain": _plain, "resident": _plain, "lightning": _lightning, "accelerate": _accelerate}[job["face"]]
     window_s, report = runner(model, data, job, device, timer)
     tokens = job["steps"] * job["grad_accum"] * job["batch"] * job["seq"]
@@ -160,14 +175,57 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "build_s": build_s,
         "window_s": window_s, "tokens_per_s": tokens / window_s, "tflop_per_s": 6 * model.num_parameters() * tokens
         / window_s / 1e12, "step_s": {"median": statistics.median(laps_s), "all": laps_s},
+        "marks_s": timer.marks_s,
         "losses": [float(loss) for loss in timer.losses],
         "host_peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "report": report,
     }  # fmt: skip
+    if paths:
+        probes.append(_probe_flash(paths, job.get("probe_s", 1.0)))
+        figures["flash"] = _flash_figures(figures, timer, probes, num_steps=job["steps"])
     if device.type == "cuda":
         figures["device_peak_nbytes"] = torch.cuda.max_memory_allocated(device)
         figures["device_reserved_peak_nbytes"] = torch.cuda.max_memory_reserved(device)
     return figures
+
+
+def _probe_flash(paths: Sequence[str], cell_s: float) -> list[dict[str, Any]]:
+    """What a bare loop makes of each path now."""
+    return [
+        probe_path(path, block_nbytes=(4 * MiB,), depths=(4, 8), file_nbytes=_PROBE_NBYTES, cell_s=cell_s).to_json()
+        for path in paths
+    ]
+
+
+def _flash_figures(
+    figures: dict[str, Any], timer: _Timer, probes: list[list[dict[str, Any]]], *, num_steps: int
+) -> dict[str, Any]:
+    """The disk's rates beside the run, what a step moved, and a step's time over what the disk needs for it."""
+    mixed = [
+        sum(max(row["mixed_bytes_per_s"] for row in one_path["rows"]) for one_path in at_a_time) for at_a_time in probes
+    ]
+    mixed_bytes_per_s = statistics.mean(mixed)
+    begin, end = timer.moved_nbytes
+    moved_nbytes = {verb: (end[verb] - begin[verb]) / num_steps for verb in ("read", "write")}
+    floor_s = 2 * _STATE_BYTES * figures["num_parameters"] / mixed_bytes_per_s
+    own_floor_s = sum(moved_nbytes.values()) / mixed_bytes_per_s
+    mean_s, median_s = figures["window_s"] / num_steps, figures["step_s"]["median"]
+    units = [line for line in figures["report"]["plan"]["units"] if line["state_home"] is not None]
+    return {
+        "mixed_bytes_per_s": mixed_bytes_per_s,  # reads and writes, summed
+        "mixed_bytes_per_s_before_and_after": mixed,
+        "probes_before_and_after": probes,
+        "moved_nbytes_per_step": moved_nbytes,
+        "moved_bytes_per_parameter": {verb: n / figures["num_parameters"] for verb, n in moved_nbytes.items()},
+        "frac_of_units_with_state_on_flash": sum(u["state_home"] == "nvme" for u in units) / len(units),
+        "step_s_mean": mean_s,
+        "floor_bytes_per_parameter_each_way": _STATE_BYTES,
+        "floor_s": floor_s,
+        "ratio": mean_s / floor_s,
+        "ratio_of_median": median_s / floor_s,
+        "own_floor_s": own_floor_s,  # of the bytes that were really moved
+        "own_ratio": mean_s / own_floor_s if own_floor_s else None,
+    }
 
 
 def _optimizer(model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
@@ -177,7 +235,6 @@ def _optimizer(model: torch.nn.Module, device: torch.device) -> torch.optim.Opti
 def _plain(
     model: LlamaShape, data: torch.Tensor, job: dict[str, Any], device: torch.device, timer: _Timer
 ) -> tuple[float, Any]:
-    flush: Callable[[], None] = lambda: None  # noqa: E731
     engine = None
     if job["face"] == "resident":
         model.to(device)
@@ -188,9 +245,7 @@ def _plain(
 
         config = TierOffloadConfig.from_mapping(json.loads(job["config"]))
         model, optimizer = offload(model, _optimizer(model, device), **config.to_dict())
-        engine = engine_of(model)
-        if engine is not None:
-            flush = engine.flush
+        engine = timer.engine = engine_of(model)
     amp = job["amp"] == "bf16-mixed"
     rows: Iterator[torch.Tensor] = iter(data)
     for _ in range(job["warmup"] + job["steps"]):
@@ -202,8 +257,8 @@ def _plain(
             torch.nn.utils.clip_grad_norm_(model.parameters(), job["clip"])
         optimizer.step()
         optimizer.zero_grad()
-        timer.step(loss, flush)
-    window_s = timer.window_s(flush)
+        timer.step(loss)
+    window_s = timer.window_s()
     return window_s, engine.report() if engine is not None else None
 
 
@@ -234,18 +289,14 @@ def _lightning(
         def configure_optimizers(self) -> Any:
             return _optimizer(self.model, device)
 
-        def _flush(self) -> None:
-            engine = engine_of(self.model)
-            if engine is not None:
-                engine.flush()
-
         def on_train_batch_end(self, *_: Any) -> None:
             if (len(timer.losses) + 1) * job["grad_accum"] <= self.trainer.fit_loop.total_batch_idx + 1:
-                timer.step(self.last, self._flush)
+                timer.engine = engine_of(self.model)
+                timer.step(self.last)
 
         def on_train_end(self) -> None:
             engine = engine_of(self.model)
-            results.append(timer.window_s(self._flush))
+            results.append(timer.window_s())
             results.append(engine.report() if engine is not None else None)
 
     config = TierOffloadConfig.from_mapping(json.loads(job["config"]))
@@ -274,6 +325,7 @@ def _accelerate(
     engine = lightning_tieroffload.engine_of(model)
     if engine is None:
         raise ConfigError("Accelerator.prepare did not attach the engine.")
+    timer.engine = engine
     for ids in loader:
         with accelerator.accumulate(model):
             loss = model(ids)
@@ -283,8 +335,8 @@ def _accelerate(
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            timer.step(loss, engine.flush)
-    return timer.window_s(engine.flush), engine.report()
+            timer.step(loss)
+    return timer.window_s(), engine.report()
 
 
 if __name__ == "__main__":

@@ -308,6 +308,8 @@ class _Core:
             return [need.choice for need in new]
         units = self.space.units
         needs = [_need_of(unit, self.state_nbytes_of.get(unit, 0), is_whole=unit in self.whole_units) for unit in units]
+        if self.config.state_home == "nvme":
+            needs, new = _with_state_on_flash(needs), _with_state_on_flash(new)
         budget_nbytes = self.space.ledger[Tier.DRAM].budget_nbytes
         fixed_nbytes = self.fixed_state_nbytes
         choices = assign_homes([*needs, *new], budget_nbytes, fixed_nbytes=fixed_nbytes)
@@ -761,6 +763,12 @@ class OffloadEngine:
         if not by_unit:
             return
         is_paged = self.updates.runs_per_unit(optimizer)
+        if not is_paged and self.config.state_home == "nvme":
+            name = optimizers.user_class(optimizer).__name__
+            raise UnsupportedError(
+                f'state_home="nvme", but {name} steps over all parameters at once, so its state stays in DRAM. Leave '
+                "state_home out, or use an optimizer of torch other than LBFGS."
+            )
         core = self.core
         before = core.state_nbytes_of.copy(), core.fixed_state_nbytes, core.whole_units.copy()
         with self.space.lock:
@@ -1261,6 +1269,10 @@ def _need_of(unit: UnitState, state_nbytes: int, *, is_whole: bool) -> HostNeed:
     return dataclasses.replace(need, is_whole=is_whole)
 
 
+def _with_state_on_flash(needs: Sequence[HostNeed]) -> list[HostNeed]:
+    return [dataclasses.replace(need, choice=dataclasses.replace(need.choice, state_home=Tier.NVME)) for need in needs]
+
+
 def _castable(spec: UnitSpec) -> frozenset[str]:
     """Names of fp32 parameters of the unit that exactly one module of a class that only casts and multiplies owns."""
     owners: dict[int, list[nn.Module]] = {}
@@ -1295,6 +1307,8 @@ _FINISHED = {
 
 def _refuse_unfinished(config: TierOffloadConfig) -> None:
     """A setting that would be ignored is an error: it is not there yet."""
+    if config.state_home == "nvme" and not config.nvme_paths:
+        raise ConfigError('state_home="nvme" needs nvme_paths: name a directory on flash, or leave state_home out.')
     for key, allowed in _FINISHED.items():
         value = getattr(config, key)
         if value not in allowed:
