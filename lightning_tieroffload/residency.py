@@ -23,12 +23,22 @@ __all__ = ["Ledger", "ResidencyTable", "TierAccount"]
 
 @dataclass(slots=True)
 class TierAccount:
-    """Bytes that the engine holds on one tier. ``peak_nbytes`` is the largest ``used_nbytes`` ever seen."""
+    """Bytes that the engine holds on one tier. ``peak_nbytes`` is the largest ``used_nbytes`` ever seen.
+
+    ``recent_nbytes`` is the largest since ``take_recent`` was last called.
+    """
 
     budget_nbytes: int
     used_nbytes: int = 0
     peak_nbytes: int = 0
     home_nbytes: int = 0
+    recent_nbytes: int = 0
+
+    def take_recent(self) -> int:
+        """The most bytes held since the last call."""
+        recent_nbytes = max(self.recent_nbytes, self.used_nbytes)
+        self.recent_nbytes = self.used_nbytes
+        return recent_nbytes
 
     @property
     def headroom_nbytes(self) -> int:
@@ -48,6 +58,7 @@ class Ledger:
         account = self.accounts[tier]
         account.used_nbytes += nbytes
         account.peak_nbytes = max(account.peak_nbytes, account.used_nbytes)
+        account.recent_nbytes = max(account.recent_nbytes, account.used_nbytes)
 
     def release(self, tier: Tier, nbytes: int) -> None:
         account = self.accounts[tier]

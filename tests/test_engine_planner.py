@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +28,10 @@ from exactness import (
 from fakes import Block, batches, gpt_tiny, mlp, mlp_loss, steps, token_batches
 from torch import nn
 
+from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine import planner as engine_planner
+from lightning_tieroffload.engine import profiler as engine_profiler
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
 from lightning_tieroffload.engine.planner import Planner
 from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
@@ -541,6 +544,145 @@ def test_beside_a_gpu_nothing_is_planned_unless_asked() -> None:
         space = SimpleNamespace(device=torch.device(device))
         planner = Planner(
             TierOffloadConfig(profile_steps=asked), space, None,  # type: ignore[arg-type]
-            placements=None, state_nbytes=None, apply=None, can_offload=None, why_not_recompute=None,  # type: ignore[arg-type]
+            placements=None, state_nbytes=None, apply=None, can_offload=None, why_not_recompute=None, device_units=None,  # type: ignore[arg-type]
         )  # fmt: skip
         assert planner._profile_steps == wanted
+
+
+# ---------------------------------------------------------------- as on a GPU
+
+
+class _CountingMarks:
+    """The host's clock, and an allocator that counts as CUDA's does: the engine's bytes, and what is beside them."""
+
+    counts_waits = False
+
+    def __init__(self, engine: OffloadEngine, beside_nbytes: int) -> None:
+        self._engine = engine
+        self._beside_nbytes = beside_nbytes
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        return None
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def take_peak_nbytes(self) -> int:
+        core = self._engine.core
+        account = core.space.ledger[Tier.DEVICE]
+        saved_nbytes = sum(nbytes for _, nbytes, _ in core.profiler._owner_of.values())
+        return max(account.recent_nbytes, account.used_nbytes) + saved_nbytes + self._beside_nbytes
+
+
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_memory_beside_the_engine_is_in_the_forecast(activations: str) -> None:
+    """What was allocated beside activations stays beside them; the forecast's peak is what will be allocated."""
+    beside_nbytes = 100_000
+    seed_all(0)
+    model, optimizer = blocks()
+    with one_thread(), small_activations():
+        engine = attach(model, optimizer, Variant(budget="all"), activations=activations)
+        engine.core.profiler._marks = _CountingMarks(engine, beside_nbytes)
+        mlp_steps(4)(model, optimizer, quiet)
+    profile, plan = engine.core.planner.profile, engine.core.planner.plan
+    assert profile is not None
+    assert plan is not None
+    rest = profile.units[-1]
+    saved_nbytes = sum(unit.activation_nbytes for unit in profile.units)
+    assert rest.workspace_nbytes == beside_nbytes
+    assert all(unit.workspace_nbytes >= beside_nbytes for unit in profile.units)
+    assert plan.forecast.device_peak_nbytes >= saved_nbytes + beside_nbytes + sum(u.nbytes for u in engine.units)
+    assert engine.core.profiler.most_allocated_nbytes > saved_nbytes + beside_nbytes
+    engine.close()
+
+
+def test_room_for_activations_that_stay_is_left_where_it_can_be() -> None:
+    """Fetches do not fill the part of device_budget that the plan gives to activations; numbers are the same."""
+    budget = 300 * KiB
+    check(blocks, mlp_steps(8), [Variant(budget=budget), Variant(FULL[2].debug, budget=budget, every_look=False)])
+    engine = trained(loop=mlp_steps(8), budget=budget)
+    kept_nbytes = engine.core.space.kept_nbytes
+    assert 0 < kept_nbytes < budget
+    account = engine.core.space.ledger[Tier.DEVICE]
+    account.take_recent()
+    mlp_steps(3)(*engine.kept_alive, quiet)  # type: ignore[attr-defined]
+    assert account.take_recent() <= budget - kept_nbytes
+    engine.close()
+
+
+@pytest.mark.parametrize("activations", ["keep", "auto"])
+@pytest.mark.parametrize("budget", [120 * KiB, 200 * KiB, 300 * KiB])
+def test_a_plan_is_no_worse_than_the_fixed_policy(budget: int, activations: str) -> None:
+    """By simulation, and in what stays on the device where a setting fixes the rest."""
+    settings: dict[str, Any] = {"optimizer_kernel": "numba", "units": ("Dropping",), "update_on": "device"}
+    engine = trained(loop=mlp_steps(8), budget=budget, activations=activations, **settings)
+    planner = engine.core.planner
+    plan = planner.plan
+    assert plan is not None
+    assert planner.profile is not None
+    trusted, others = planner._fixed_plans(planner._instance(planner.profile))
+    fixed = [each for each in (trusted, *others) if each is not None]
+    assert plan.forecast.step_s <= min(each.forecast.step_s for each in fixed) * 1.04
+    if activations == "keep":
+        assert trusted is not None
+        assert plan.forecast.step_s <= trusted.forecast.step_s
+    engine.close()
+
+
+def test_updates_on_the_cpu_are_timed_however_many_run() -> None:
+    """Overlapping ones count once, the first step's not at all, second passes apart."""
+    profiler = engine_profiler.Profiler(CPU, stalled_s=lambda: 0.0, is_excluded=lambda _: False)
+    assert profiler.update_s_per_numel() is None
+    record = engine_profiler._Update
+    profiler._updates = [
+        record(0, 100, 0.0, 50.0, False), record(1, 100, 60.0, 62.0, False), record(1, 100, 61.0, 64.0, False),
+        record(1, 200, 64.0, 65.0, True), record(2, 100, 70.0, 72.0, False),
+    ]  # fmt: skip
+    assert profiler.update_s_per_numel() == pytest.approx(6 / 300)
+    assert profiler.update_s_per_numel(is_later=True) == pytest.approx(1 / 200)
+    profiler._updates = profiler._updates[:1]
+    assert profiler.update_s_per_numel() == pytest.approx(0.5)
+
+
+def test_two_passes_are_in_the_profile() -> None:
+    """Where moments come later the profile says so, and the plan's model of the machine has both passes."""
+    seed_all(0)
+    model, optimizer = blocks()
+    with one_thread(), small_activations():
+        engine = attach(model, optimizer, Variant(budget=120 * KiB), optimizer_kernel="numba", profile_steps=4)
+        engine.updates.defer_moments = True
+        mlp_steps(6)(model, optimizer, quiet)
+    profile = engine.core.planner.profile
+    assert profile is not None
+    assert profile.machine.moments_later_frac > 0
+    assert engine.core.profiler.update_s_per_numel(is_later=True)
+    engine.close()
+
+
+def test_steps_that_place_things_anew_are_watched_but_do_not_count() -> None:
+    """With updates on the device homes change after the first step: the next one is watched for nothing."""
+    settings: dict[str, Any] = {"optimizer_kernel": "numba", "units": ("Dropping",), "update_on": "device"}
+    engine = trained(loop=mlp_steps(6), budget="all", profile_steps=3, **settings)
+    steps_seen = engine.core.profiler.steps
+    assert [step.is_settled for step in steps_seen] == [False, False, True, True]
+    engine.close()
+
+
+def test_a_plan_whose_steps_take_otherwise_is_made_again_from_its_own_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: the plan's own steps are watched; activations that leave keep their bytes in the profile."""
+    engine = trained(loop=mlp_steps(3), budget=120 * KiB)
+    planner = engine.core.planner
+    assert planner.profile is not None
+    before = {unit.name: unit.activation_nbytes for unit in planner.profile.units}
+    monkeypatch.setitem(engine_planner._OFF_FRAC, "cpu", -1.0)  # whatever they take
+    with caplog.at_level(logging.INFO, logger=engine_planner.__name__), one_thread(), small_activations():
+        mlp_steps(30)(*engine.kept_alive, quiet)  # type: ignore[attr-defined]
+    assert sum("was expected" in record.getMessage() for record in caplog.records) == 1
+    assert planner.num_plans == 2
+    assert {unit.name: unit.activation_nbytes for unit in planner.profile.units} == before
+    engine.close()

@@ -10,7 +10,13 @@ import pytest
 from lightning_tieroffload.concepts import Role, Tier
 from lightning_tieroffload.planning import Instance, UnitProfile, best_plan, random_instance, solve
 from lightning_tieroffload.planning.baselines import lifetime_score
-from lightning_tieroffload.planning.cost_model import OPTIONS, ActivationChoice, Choice, UpdatePlace
+from lightning_tieroffload.planning.cost_model import (
+    OPTIONS,
+    ActivationChoice,
+    Choice,
+    UpdatePlace,
+)
+from lightning_tieroffload.planning.plan import check_plan, held_peak_nbytes
 from lightning_tieroffload.planning.profile import MachineProfile
 from lightning_tieroffload.planning.simulator import rank_plans, simulate, simulate_jobs
 from lightning_tieroffload.planning.timeline import BandwidthTimeline, Job, Lane, jobs_of_steps, lifetimes
@@ -235,3 +241,69 @@ def test_bandwidth_timeline_books_and_queues() -> None:
     late = timeline.book("h2d", 9.0, 10.0, 5.0)
     assert late > 1.0, "the window has one second of room at most; the rest queues behind it"
     assert timeline.busy_frac("h2d") == pytest.approx(0.9)
+
+
+def test_moments_that_come_later_hide_under_backward() -> None:
+    """Weights take 2 s a unit before their forward, moments 2 s after all weights, before the gradient's next copy."""
+    fields = {"param_numel": 2, "grad_nbytes": 1, "forward_s": 1.0, "backward_s": 6.0}
+    two_passes = dataclasses.replace(PLAIN, moments_later_frac=1.0)
+    whole = dataclasses.replace(PLAIN, cpu_update_numel_per_s=0.5)
+    one, two = (simulate(problem(3, machine, **fields), [ON_CPU] * 3, 1) for machine in (whole, two_passes))
+    assert two.busy_s["cpu_update"] == pytest.approx(one.busy_s["cpu_update"])
+    # After backward (18 s) three passes of 2 s; the last unit's forward follows the last of them.
+    assert two.step_s == pytest.approx(18 + 3 * 2 + 1)
+    assert one.step_s == pytest.approx(18 + 3 * 4 + 1)
+    spans = [span for span in two.spans if span.job.name.startswith("moments")]
+    assert [span.job.name for span in sorted(spans, key=lambda span: span.start_s)] == [
+        f"moments (u{i})" for i in (2, 1, 0)
+    ]
+
+
+def test_a_gradient_does_not_come_down_while_moments_are_made_of_the_last_one() -> None:
+    fields = {"param_numel": 2, "grad_nbytes": 1, "forward_s": 1.0, "backward_s": 1.0}
+    slow = dataclasses.replace(PLAIN, moments_later_frac=20.0)
+    jobs, _ = jobs_of_steps(problem(2, slow, **fields), [ON_CPU] * 2, 1, 2)
+    names = [job.name for job in jobs]
+    second = [job for job in jobs if job.name == "gradient down (u1)"][1]
+    assert names.index("moments (u1)") in second.needs
+    assert simulate(problem(2, slow, **fields), [ON_CPU] * 2, 1).step_s > 80  # both second passes, 40 s each
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_walk_agrees_with_the_tables_where_moments_come_later(seed: int) -> None:
+    """``check_plan`` knows nothing of the tables: the same seconds from both for random assignments."""
+    instance = random_instance(seed, 4)
+    machine = dataclasses.replace(instance.machine, moments_later_frac=0.5 + seed / 6)
+    instance = dataclasses.replace(instance, machine=machine)
+    for _ in range(3):
+        check_plan(instance, solve(instance, "greedy", forecast=False))
+
+
+def _line(name: str, **fields: Any) -> UnitProfile:
+    values = {
+        "param_numel": 10, "param_nbytes": 20, "grad_nbytes": 20, "state_nbytes": 100, "activation_nbytes": 1000,
+        "boundary_nbytes": 100, "forward_s": 1.0, "backward_s": 1.0, "newborn_grad_nbytes": 40,
+    } | fields  # fmt: skip
+    return UnitProfile(name=name, **values)
+
+
+def test_what_a_run_will_hold() -> None:
+    """By hand: everything here; streaming with room and without; activations by their choice; the loss's own."""
+    units = [_line("a"), _line("b"), _line("rest", param_numel=0, param_nbytes=0, grad_nbytes=0, state_nbytes=0,
+                                           activation_nbytes=0, boundary_nbytes=0, workspace_nbytes=500)]  # fmt: skip
+    streams = Choice(DRAM, DRAM, DRAM, UpdatePlace.CPU, ActivationChoice.KEEP)
+    # Parameters 40, state 200, activations 2000, at the loss 500 more; gradients come later, when those have gone.
+    assert held_peak_nbytes(units, [STAY] * 3, 1 << 40) == 40 + 200 + 2000 + 500
+    assert held_peak_nbytes(units, [streams, streams, STAY], 1 << 40) == 40 + 2000 + 500
+    assert held_peak_nbytes(units, [streams, streams, STAY], 30) == 30 + 2000 + 500
+    again = dataclasses.replace(streams, activation=ActivationChoice.RECOMPUTE)
+    quiet = [*units[:2], dataclasses.replace(units[2], workspace_nbytes=0)]
+    # Backward of b: its input and a's, b's activations again, its newborn gradients beside all parameters.
+    assert held_peak_nbytes(quiet, [again, again, STAY], 1 << 40) == 40 + 40 + 200 + 900
+    away = dataclasses.replace(streams, activation=ActivationChoice.OFFLOAD_DRAM)
+    assert held_peak_nbytes(quiet, [away, away, STAY], 1 << 40) == 40 + 40 + 2 * 1000
+    # Kept gradients pile up: at a's backward b's are there, 16 bits wide, beside a's newborn ones.
+    small = [dataclasses.replace(unit, activation_nbytes=0, boundary_nbytes=0) for unit in quiet]
+    assert held_peak_nbytes(small, [STAY] * 3, 1 << 40) == 40 + 200 + 20 + 40
+    assert held_peak_nbytes(small, [streams, streams, STAY], 1 << 40) == 40 + 40 + 20  # b's is on its way down
+    assert held_peak_nbytes(small, [streams, streams, STAY], 1 << 40, waits_for_copies=True) == 40 + 40

@@ -24,6 +24,7 @@ import torch
 import typer
 
 from lightning_tieroffload.cli.options import SETTINGS_HELP, refuse_rest, take_settings
+from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.errors import ConfigError
 from lightning_tieroffload.io.probe import probe_path
@@ -117,6 +118,7 @@ class _Timer:
         self._device = device
         self._warmup = warmup
         self.marks_s: list[float] = []
+        self.warmup_peak_nbytes = 0
         self.losses: list[torch.Tensor] = []
         self.engine: Any = None
         self.moved_nbytes: list[dict[str, int]] = []  # so far, when the window began and when it ended
@@ -134,7 +136,15 @@ class _Timer:
         self.losses.append(loss.detach())
         if len(self.losses) == self._warmup:
             self.settle()
+            self._begin_window()
         self.marks_s.append(time.perf_counter())
+
+    def _begin_window(self) -> None:
+        if self.engine is not None:
+            self.engine.core.space.ledger[Tier.DEVICE].take_recent()
+        if self._device.type == "cuda":
+            self.warmup_peak_nbytes = torch.cuda.max_memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def window_s(self) -> float:
         self.settle()
@@ -142,8 +152,14 @@ class _Timer:
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one job in this process and give its figures. ``job`` is what ``bench_train`` makes."""
+    """Run one job in this process and give its figures. ``job`` is what ``bench_train`` makes.
+
+    ``job["with_plan"]`` adds the plan and its profile to the report, and what the engine held in the timed window at
+    most, and closes the engine.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     if job.get("deterministic"):
         torch.use_deterministic_algorithms(True)
         # Of the fast attention backends only flash has a deterministic backward, and only where nothing is let pass.
@@ -184,7 +200,11 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         probes.append(_probe_flash(paths, job.get("probe_s", 1.0)))
         figures["flash"] = _flash_figures(figures, timer, probes, num_steps=job["steps"])
     if device.type == "cuda":
-        figures["device_peak_nbytes"] = torch.cuda.max_memory_allocated(device)
+        window_nbytes = torch.cuda.max_memory_allocated(device)
+        # The engine resets CUDA's peak in the steps that it watches.
+        watched_nbytes = timer.engine.core.profiler.most_allocated_nbytes if timer.engine is not None else 0
+        figures["window_device_peak_nbytes"] = window_nbytes
+        figures["device_peak_nbytes"] = max(window_nbytes, timer.warmup_peak_nbytes, watched_nbytes)
         figures["device_reserved_peak_nbytes"] = torch.cuda.max_memory_reserved(device)
     return figures
 
@@ -259,7 +279,17 @@ def _plain(
         optimizer.zero_grad()
         timer.step(loss)
     window_s = timer.window_s()
-    return window_s, engine.report() if engine is not None else None
+    if engine is None:
+        return window_s, None
+    report = engine.report()
+    if job.get("with_plan"):
+        report |= {
+            "planned": engine.planned(),
+            "kept_nbytes": engine.core.space.kept_nbytes,
+            "window_peak_nbytes": engine.core.space.ledger[Tier.DEVICE].take_recent(),
+        }
+        engine.close()
+    return window_s, report
 
 
 def _loader(data: torch.Tensor) -> torch.utils.data.DataLoader[torch.Tensor]:

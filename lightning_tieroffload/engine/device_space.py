@@ -77,6 +77,7 @@ class DeviceSpace:
         self._dead: collections.deque[tuple[str, list[int]]] = collections.deque()  # shard and charge of gone parts
         self.wire_dtype: torch.dtype | None = None  # what autocast cast to when a window last opened
         self.cached_casts_nbytes = 0  # of 16-bit copies that autocast keeps of weights, beside what the budget covers
+        self.kept_nbytes = 0  # of device_budget, for activations that a plan keeps: room that fetches leave if they can
         self.moved_nbytes = {"h2d": 0, "d2h": 0, "read": 0, "write": 0}
         self.stall_s = {"h2d": 0.0, "d2h": 0.0, "read": 0.0, "write": 0.0, "update": 0.0}
         self.is_worker: Callable[[], bool] = lambda: False  # whether the calling thread is one of the engine's own
@@ -627,7 +628,7 @@ class DeviceSpace:
     def make_room(self, nbytes: int, *, keep: UnitState | None, what: str, must: bool = True) -> bool:
         """Evict until ``nbytes`` fit under the device budget. Without ``must`` False says that they do not."""
         account = self.ledger[Tier.DEVICE]
-        comfortable_nbytes = nbytes + self.cached_casts_nbytes
+        comfortable_nbytes = nbytes + self.cached_casts_nbytes + self.kept_nbytes
         if account.headroom_nbytes >= comfortable_nbytes:
             return True
         for victim in self._victims(keep):
@@ -760,7 +761,7 @@ class DeviceSpace:
 
     def _make_room_for_later(self, nbytes: int, unit: UnitState, sooner: set[int]) -> bool:
         account = self.ledger[Tier.DEVICE]
-        nbytes += self.cached_casts_nbytes
+        nbytes += self.cached_casts_nbytes + self.kept_nbytes
         if account.headroom_nbytes < nbytes:
             distances = self._distances()
             mine = distances.get(unit.index, 0)

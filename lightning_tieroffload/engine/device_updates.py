@@ -37,7 +37,7 @@ from lightning_tieroffload.engine.unit_state import (
 from lightning_tieroffload.planning.cost_model import UpdatePlace
 from lightning_tieroffload.sizes import round_up
 
-__all__ = ["DeviceSource", "DeviceUpdates", "assign_device_units", "is_state_held"]
+__all__ = ["DeviceSource", "DeviceUpdates", "assign_device_units", "choose_device_units", "is_state_held"]
 
 
 @dataclass(slots=True)
@@ -270,6 +270,25 @@ def assign_device_units(
 ) -> None:
     """Give units a device home and updates on the device, as far as the budget goes; the rest stay with the CPU.
 
+    See ``choose_device_units``.
+    """
+    chosen = choose_device_units(units, spanning, budget_nbytes, prefetch_units)
+    for unit in units:
+        place = UpdatePlace.DEVICE if unit in chosen else UpdatePlace.CPU
+        home = Tier.DEVICE if unit in chosen else Tier.DRAM
+        was_here = unit.choice.state_home is Tier.DEVICE
+        if unit in chosen or was_here:
+            param_home = home if home is Tier.DEVICE or was_here else unit.choice.param_home
+            unit.choice = dataclasses.replace(
+                unit.choice, param_home=param_home, state_home=home, grad_home=home, update_on=place
+            )
+
+
+def choose_device_units(
+    units: Sequence[UnitState], spanning: Iterable[UnitState], budget_nbytes: int, prefetch_units: int
+) -> set[UnitState]:
+    """The units whose state, gradients and parameters stay on the device, as far as the budget goes.
+
     ``units`` come in the order of the next forward: the first ones are needed first, so that those that the CPU
     updates have the others' forward to hide under. ``spanning`` are in use around others.
     """
@@ -282,15 +301,7 @@ def assign_device_units(
             and _need_nbytes(units, spanning, chosen | {unit}, prefetch_units) <= budget_nbytes
         ):
             chosen.add(unit)
-    for unit in units:
-        place = UpdatePlace.DEVICE if unit in chosen else UpdatePlace.CPU
-        home = Tier.DEVICE if unit in chosen else Tier.DRAM
-        was_here = unit.choice.state_home is Tier.DEVICE
-        if unit in chosen or was_here:
-            param_home = home if home is Tier.DEVICE or was_here else unit.choice.param_home
-            unit.choice = dataclasses.replace(
-                unit.choice, param_home=param_home, state_home=home, grad_home=home, update_on=place
-            )
+    return chosen
 
 
 def _need_nbytes(

@@ -29,7 +29,7 @@ from lightning_tieroffload.config import TierOffloadConfig, resolve_budgets, vis
 from lightning_tieroffload.engine import optimizer as optimizers
 from lightning_tieroffload.engine import torch_patches
 from lightning_tieroffload.engine.device_space import DeviceSpace
-from lightning_tieroffload.engine.device_updates import assign_device_units
+from lightning_tieroffload.engine.device_updates import assign_device_units, choose_device_units
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.host_memory import give_back_released_memory
 from lightning_tieroffload.engine.host_space import PAGES_LANE, HostNeed, assign_homes, least_room_nbytes
@@ -155,6 +155,7 @@ class _Core:
             device,
             stalled_s=lambda: sum(self.space.stall_s.values()),
             is_excluded=lambda storage: storage in self.kept_storages or storage in self.space.by_storage,
+            take_held=self.space.ledger[Tier.DEVICE].take_recent,
         )
         self.planner = Planner(
             config,
@@ -165,8 +166,10 @@ class _Core:
             apply=self.apply,
             can_offload=lambda: self.store is None or self.activation_nbytes > 0,
             why_not_recompute=self._why_not_recompute,
+            device_units=self._device_units,
         )
         self.updates.on_step = self.planner.on_step
+        self.updates.on_updated = self.profiler.updated
         self.gradients.on_end = self.profiler.end_backward
         self.engines: list[weakref.ref[OffloadEngine]] = []
 
@@ -192,13 +195,23 @@ class _Core:
         key = tuple((unit.index, unit.wire_state, unit.grad_nbytes) for unit in units)
         if key != self._planned_for:
             self._planned_for = key
-            order = self.space.next_uses()
             assign_device_units(
-                sorted(units, key=lambda unit: (order.get(unit.index, 1 << 30), unit.index)),
+                self._by_next_use(),
                 [unit for unit in units if unit.is_spanning],
                 self.space.ledger[Tier.DEVICE].budget_nbytes,
                 self.space.prefetch_units,
             )
+
+    def _by_next_use(self) -> list[UnitState]:
+        order = self.space.next_uses()
+        return sorted(self.space.units, key=lambda unit: (order.get(unit.index, 1 << 30), unit.index))
+
+    def _device_units(self, budget_nbytes: int) -> set[UnitState]:
+        """The units that ``_plan_homes`` would keep on the device within so many bytes."""
+        if not self._updates_on_device():
+            return set()
+        spanning = [unit for unit in self.space.units if unit.is_spanning]
+        return choose_device_units(self._by_next_use(), spanning, budget_nbytes, self.space.prefetch_units)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Groups may have been added, or parameters attached, since the optimizer was adopted."""
@@ -257,8 +270,6 @@ class _Core:
         after: Sequence[Any],
         announce: Callable[[Any], object],
     ) -> Any:
-        if self.profiler.is_on:
-            work = self._timed(work, label)
         ticket = self.scheduler.submit(
             _UPDATE_LANE, work, label=label, priority=priority, after=after, announce=announce
         )
@@ -279,18 +290,6 @@ class _Core:
     @property
     def num_open(self) -> int:
         return sum(1 for ref in self.engines if ref() is not None)
-
-    def _timed(self, work: Callable[[], None], label: str) -> Callable[[], None]:
-        numel = next(
-            (sum(slot.numel for slot in u.slots) for u in self.space.units if label == f"update ({u.name})"), 0
-        )
-
-        def timed() -> None:
-            start_s = time.perf_counter()
-            work()
-            self.profiler.updated(numel, time.perf_counter() - start_s)
-
-        return timed
 
     def _dram_headroom_nbytes(self) -> int:
         """What activations may still map: the budget less what homes, gradients and optimizer state hold or will."""

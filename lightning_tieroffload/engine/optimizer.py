@@ -559,6 +559,8 @@ class Updates:
         self.num_unit_updates = {"cpu": 0, "device": 0}
         self._step_at_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS + 1)
         self.on_step: Callable[[], None] | None = None  # called between two steps, with no lock held
+        # Told of each update on the CPU when it has ended: step, elements, when it began to compute, which pass.
+        self.on_updated: Callable[..., None] | None = None
         self._first_optimizer: int | None = None
         self._stepping: tuple[int, type, frozenset[ParamSlot]] | None = None  # whose step runs on host tensors now
 
@@ -718,6 +720,7 @@ class Updates:
         previous, copies = self._space.order_update(unit, [slot for slot, _ in items], priority)
 
         whole = _TwoPasses()
+        num_step, numel = self.num_steps, sum(source.slot.numel for source in sources)
 
         def work() -> None:
             for copy in copies:
@@ -729,7 +732,10 @@ class Updates:
                 by_torch: list[_Source] = []
                 for source in sources:
                     source.wait()
+                    for factor in source.factors:
+                        factor.value()  # made on the device when backward ends: what follows is the update's own time
                     (by_torch if source.kernel is None or source.grad is None else by_kernel).append(source)
+                start_s = time.perf_counter()
                 if by_torch and unit.state_block.is_paged:
                     for source in by_torch:  # state that is being made takes memory beside the block: one at a time
                         self._run_torch(raw, cls, [source], scalar_dtype)
@@ -741,19 +747,20 @@ class Updates:
                 running = [self._start_kernel(raw, source, among_numel) for source in by_kernel]
                 for future in running:
                     future.result()
+                self._tell_updated(num_step, numel, start_s)
                 for source in sources:
                     unit.hold_state(source.slot, dict.get(raw.state, source.slot.param))
             deferred = [source for source in by_kernel if source.moments_later is not None]
             if deferred:
                 try:
                     whole.second = self._submit_later(
-                        lambda: self._run_moments(deferred),
+                        lambda: self._run_moments(deferred, num_step),
                         label=f"moments ({unit.name})",
                         # In the order of the next backward, whose gradients come to the blocks that this still reads.
                         priority=_MOMENTS_PRIORITY - priority,
                     )
                 except BaseException:  # something else has failed: weights and moments stay those of one step
-                    self._run_moments(deferred)
+                    self._run_moments(deferred, num_step)
                     raise
 
         if any(source.kernel is not None for source in sources):
@@ -888,12 +895,17 @@ class Updates:
             dict.pop(raw.state, slot.param, None)
         return future
 
-    @staticmethod
-    def _run_moments(sources: list[_Source]) -> None:
+    def _run_moments(self, sources: list[_Source], num_step: int) -> None:
         """The second pass over a unit: its weights are done."""
+        start_s = time.perf_counter()
         running = [source.moments_later() for source in sources if source.moments_later is not None]
         for future in running:
             future.result()
+        self._tell_updated(num_step, sum(source.slot.numel for source in sources), start_s, is_later=True)
+
+    def _tell_updated(self, num_step: int, numel: int, start_s: float, *, is_later: bool = False) -> None:
+        if self.on_updated is not None:
+            self.on_updated(num_step, numel, start_s, is_later=is_later)
 
     # ------------------------------------------------------------------------------------- whole-instance optimizers
     def _step_whole(self, raw: Any, cls: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

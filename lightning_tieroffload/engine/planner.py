@@ -31,23 +31,22 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-import torch
-
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.config import CUDA_DEVICE_FRAC, TierOffloadConfig
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.profiler import Measured, Phase, Profiler, measure_machine
-from lightning_tieroffload.engine.unit_state import UnitState
+from lightning_tieroffload.engine.unit_state import UnitState, WireState
 from lightning_tieroffload.errors import CapacityError, ConfigError, InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.planning.cost_model import (
     OPTION_INDEX,
+    OPTIONS,
     ActivationChoice,
     Choice,
     CostTables,
     Instance,
     UpdatePlace,
 )
-from lightning_tieroffload.planning.plan import Forecast, Plan, check_plan, plan_of
+from lightning_tieroffload.planning.plan import Forecast, Plan, check_plan, held_peak_nbytes, plan_of
 from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME, MachineProfile, Profile, UnitProfile
 from lightning_tieroffload.sizes import format_nbytes
 
@@ -68,12 +67,16 @@ _ALLOWED = {
     "offload": (ActivationChoice.OFFLOAD_DRAM,),
 }
 _DRIFT_FRAC = 0.15
+_OFF_FRAC = {"cuda": 0.05, "cpu": 0.10}  # more than this, and the plan's own steps are watched
 _NUM_DRIFT_STEPS = 20
 _LEAST_STEPS_BETWEEN = 100
 _GROWTH_FRAC = 1.05  # a batch this much larger than the largest planned for asks for a plan of its own
 _AFTER_OUT_OF_MEMORY_FRAC = 0.9
 _NUM_STEPS_TO_SETTLE = 2
+_MOST_MORE_STEPS = 2  # watched beyond profile_steps, where what is where has changed meanwhile
 _WORTH_MOVING_FRAC = 0.03  # what the model is off by must not move homes
+_PASS_BYTES_PER_NUMEL = 18.0  # DRAM traffic of one pass of two: see "Weights first" in docs/design.md
+_ALLOCATED_FRAC = 0.85  # of a whole GPU's memory; the rest is lost to the allocator's rounding and fragments
 
 
 def homes_of(choice: Choice) -> Placement:
@@ -98,6 +101,7 @@ class Planner:
         apply: gives a unit its choice and moves what has to move. With ``activations_only`` in the middle of a step.
         can_offload: whether there is DRAM for activations that the plan sends there.
         why_not_recompute: why a unit's activations are kept though the plan says recompute; None where it does.
+        device_units: the units whose state the engine's fixed policy would keep on the device within so many bytes.
     """
 
     def __init__(
@@ -111,9 +115,13 @@ class Planner:
         apply: Callable[[UnitState, Choice], None],
         can_offload: Callable[[], bool],
         why_not_recompute: Callable[[UnitState], str | None],
+        device_units: Callable[[int], Collection[UnitState]],
     ) -> None:
         self.plan: Plan | None = None
         self._beside_nbytes = 0  # on the device beside what a plan counts: kernels' workspace, the loss, casts
+        self._device_units = device_units
+        self._first_budget_nbytes: int | None = None  # of the device, before a plan for the whole of it
+        self._placed: collections.deque[object] = collections.deque(maxlen=2)  # what was where when watched steps began
         self.profile: Profile | None = None
         self.num_plans = 0
         self._config = config
@@ -144,6 +152,7 @@ class Planner:
         self._baseline_s: float | None = None
         self._last_s: float | None = None
         self._has_warned = False
+        self._has_corrected = False
         self.first_unit: int | None = None
         """Index of the unit whose input says how large a batch is; None while nothing depends on it."""
 
@@ -156,7 +165,21 @@ class Planner:
     def _watch(self) -> None:
         self.first_unit = None
         self._space.on_saved = self._profiler.saved
+        self._placed.clear()
+        self._placed.append(self._places())
         self._profiler.begin()
+
+    def _places(self) -> object:
+        return tuple((unit.index, unit.wire is not None, homes_of(unit.choice)) for unit in self._space.units)
+
+    def _end_watched_step(self) -> bool:
+        """Whether enough has been seen. Where steps began by placing things anew, a few more are watched."""
+        places = self._places()
+        is_settled = len(self._placed) == 2 and all(before == places for before in self._placed)
+        self._placed.append(places)
+        num_more = self._profiler.end_step(is_settled=is_settled) - self._profile_steps
+        num_wanted = min(2, self._profile_steps - 1)
+        return num_more >= _MOST_MORE_STEPS or (num_more >= 0 and self._profiler.num_settled() >= num_wanted)
 
     def _stop_watching(self) -> None:
         self._space.on_saved = None
@@ -167,7 +190,7 @@ class Planner:
         now_s = time.perf_counter()
         self._num_steps += 1
         if self._profiler.is_on:
-            if self._profiler.end_step() >= self._profile_steps:
+            if self._end_watched_step():
                 self._plan_from_steps()
                 self._last_s = None
             return
@@ -202,6 +225,7 @@ class Planner:
             if len(laps_s) >= 5:
                 self._baseline_s = statistics.median(laps_s)
                 self._laps_s = []
+                return self._is_off(self._baseline_s)
             return False
         if len(laps_s) < _NUM_DRIFT_STEPS or self._num_steps - self._planned_at < _LEAST_STEPS_BETWEEN:
             return False
@@ -213,6 +237,22 @@ class Planner:
             "the last %d steps took %.3g s, %.3g s when the plan was made: the next %d steps are watched, and the plan "
             "is made again",
             _NUM_DRIFT_STEPS, statistics.median(laps_s), self._baseline_s, self._profile_steps,
+        )  # fmt: skip
+        return True
+
+    def _is_off(self, step_s: float) -> bool:
+        """Whether the plan's own steps are to be watched, once: they are not what steps before it said they would be.
+
+        Recompute, say, is planned for before it has ever run.
+        """
+        assert self.plan is not None
+        forecast_s = self.plan.forecast.step_s
+        if self._has_corrected or abs(forecast_s / step_s - 1) <= _OFF_FRAC[self._space.device.type]:
+            return False
+        self._has_corrected = True
+        _log.info(
+            "steps take %.3g s, %.3g s was expected: the next %d are watched, and the plan is made again",
+            step_s, forecast_s, self._profile_steps,
         )  # fmt: skip
         return True
 
@@ -275,8 +315,7 @@ class Planner:
         self._stop_watching()
         with _user_generator():
             if self._machine is None:
-                name = f"{self._space.device.type}-{os.cpu_count()}"
-                self._machine = measure_machine(self._space.device, self._space.streams, name)
+                self._machine = measure_machine(self._space.device, self._space.streams)
             self.profile = self._make_profile(self._machine)
             self._write_profile(self.profile)
         with_root = {unit.index for unit in self._space.units if unit.root is not None}
@@ -291,7 +330,10 @@ class Planner:
         assert self.profile is not None
         start_s = time.perf_counter()
         with _user_generator():
-            plan = self._solve(self._instance(self.profile))
+            instance = self._instance(self.profile)
+            plan = self._solve(instance)
+            self._leave_room(instance, plan)
+            plan = self._with_peak(plan)
         kinds = collections.Counter(line.activation.value for line in plan.units if line.name != REST)
         _log.info(
             "plan after %s, in %.2f s: activations %s; %.3g s a step expected, bound by %s%s",
@@ -336,11 +378,7 @@ class Planner:
     # ------------------------------------------------------------------------------------------------- the problem
     def _make_profile(self, machine: MachineProfile) -> Profile:
         profiler = self._profiler
-        if profiler.updated_s > 0 and profiler.updated_numel > 0:
-            rate = profiler.updated_numel / profiler.updated_s
-            machine = dataclasses.replace(machine, cpu_update_numel_per_s=rate)
-            if self._space.device.type == "cpu":
-                machine = dataclasses.replace(machine, device_update_numel_per_s=rate)
+        machine = self._with_update_rates(machine)
         by_index = {unit.index: unit for unit in self._space.units}
         order = [by_index[index] for index in profiler.order() if index in by_index]
         order += [unit for unit in self._space.units if unit not in order]
@@ -352,6 +390,7 @@ class Planner:
         step = profiler.steps[-1]
         step_s = profiler.step_s()
         units.append(UnitProfile(REST, 0, 0, 0, 0, rest.saved_nbytes, 0.0, 0.0, can_recompute=False))
+        units = self._with_workspace(order, units)
         profile = Profile(
             machine=machine,
             units=tuple(units),
@@ -367,19 +406,98 @@ class Planner:
         )
         return self._calibrated(profile, order, step_s)
 
+    def _with_update_rates(self, machine: MachineProfile) -> MachineProfile:
+        is_cuda = self._space.device.type == "cuda"
+        s_per_numel = self._profiler.update_s_per_numel(must_be_warm=is_cuda)
+        if s_per_numel is None and is_cuda:  # all were on the device: as on the reference machine, by its 16 cores
+            rate = machine.cpu_update_numel_per_s * min(1.0, (os.cpu_count() or 1) / 16)
+            return dataclasses.replace(
+                machine,
+                cpu_update_numel_per_s=rate,
+                moments_later_frac=1.0,
+                cpu_update_bytes_per_numel=_PASS_BYTES_PER_NUMEL,
+            )
+        if s_per_numel is None:
+            return machine
+        later_s_per_numel = self._profiler.update_s_per_numel(is_later=True)
+        machine = dataclasses.replace(machine, cpu_update_numel_per_s=1 / s_per_numel)
+        if self._space.device.type == "cpu":
+            machine = dataclasses.replace(machine, device_update_numel_per_s=1 / s_per_numel)
+        if later_s_per_numel is None:
+            return machine
+        return dataclasses.replace(
+            machine,
+            moments_later_frac=later_s_per_numel / s_per_numel,
+            cpu_update_bytes_per_numel=_PASS_BYTES_PER_NUMEL,
+        )
+
+    def _with_workspace(self, order: list[UnitState], lines: list[UnitProfile]) -> list[UnitProfile]:
+        """With the bytes that were beside the engine while a unit ran, less activations that were alive then.
+
+        What no single module stands for (the head, which runs piece by piece with the loss) counts with the rest.
+        """
+        live_nbytes = beside_nbytes = 0
+        found = []
+        for unit, line in zip([*order, None], lines, strict=True):
+            measured = self._profiler.usual(None if unit is None else unit.index)
+            activation = ActivationChoice.KEEP if unit is None else unit.choice.activation
+            boundary_nbytes = min(line.boundary_nbytes, line.activation_nbytes)
+            again_nbytes = 0
+            if activation is ActivationChoice.KEEP:
+                live_nbytes += line.activation_nbytes
+            elif activation is ActivationChoice.RECOMPUTE:
+                live_nbytes, again_nbytes = live_nbytes + boundary_nbytes, line.activation_nbytes - boundary_nbytes
+            else:
+                again_nbytes = line.activation_nbytes
+            outside = measured.outside_nbytes
+            own_nbytes = outside.get(Phase.FORWARD, 0) - live_nbytes
+            for phase in (Phase.BACKWARD, Phase.RERUN):
+                own_nbytes = max(own_nbytes, outside.get(phase, 0) - live_nbytes - again_nbytes)
+            if unit is not None and unit.root is None:
+                beside_nbytes = max(beside_nbytes, *outside.values(), 0)
+                own_nbytes = 0
+            elif unit is None:
+                own_nbytes = max(own_nbytes, beside_nbytes - live_nbytes)
+            found.append(dataclasses.replace(line, workspace_nbytes=max(0, own_nbytes)))
+        return found
+
+    def _watched_growth(self) -> float:
+        """How much larger the batch of the steps just watched is than that of the profile before."""
+        if self._first_index is None or not self._profiled_numel:
+            return 1.0
+        return self._profiler.steps[-1].numel_of.get(self._first_index, self._profiled_numel) / self._profiled_numel
+
+    def _travelling_nbytes(self, unit: UnitState) -> int:
+        """Bytes of the unit's gradients as they are moved and kept: in 16 bits where weights are, unless added up."""
+        is_narrow = unit.wire is not None and unit.wire_state is WireState.READY and self._num_micro == 1
+        return sum(
+            slot.numel * unit.wire.dtype.itemsize if is_narrow and unit.wire and slot.castable else slot.nbytes
+            for slot in unit.slots
+            if slot.param.requires_grad
+        )
+
     def _unit_profile(self, unit: UnitState, name: str, measured: Measured) -> UnitProfile:
         num = max(1, self._num_micro)
         seconds = {phase: s / num for phase, s in measured.seconds.items()}
         param_nbytes = sum(part.nbytes for part in unit.parts_for(self._space.wire_dtype))
         host_nbytes = unit.running_dram_nbytes()
+        saved_nbytes, boundary_nbytes = measured.saved_nbytes, measured.boundary_nbytes
+        before = self.profile.unit(name) if self.profile is not None else None
+        if before is not None and any(u.choice.activation is not ActivationChoice.KEEP for u in self._space.units):
+            # Where activations leave, what would be saved is not seen, and memory of what has left is used again: so as
+            # in the steps when all were kept, for a batch of today's size.
+            growth = self._watched_growth()
+            saved_nbytes = round(before.activation_nbytes * growth)
+            boundary_nbytes = round(before.boundary_nbytes * growth)
         return UnitProfile(
             name=name,
             param_numel=sum(slot.numel for slot in unit.slots),
             param_nbytes=param_nbytes,
-            grad_nbytes=unit.grad_nbytes,
+            grad_nbytes=self._travelling_nbytes(unit),
+            newborn_grad_nbytes=unit.grad_nbytes,
             state_nbytes=max(0, host_nbytes - param_nbytes - unit.grad_nbytes) + self._state_nbytes(unit),
-            activation_nbytes=measured.saved_nbytes,
-            boundary_nbytes=min(measured.boundary_nbytes, measured.saved_nbytes),
+            activation_nbytes=saved_nbytes,
+            boundary_nbytes=min(boundary_nbytes, saved_nbytes),
             forward_s=seconds[Phase.FORWARD],
             backward_s=seconds[Phase.BACKWARD],
             recompute_s=seconds[Phase.RERUN] or None,
@@ -423,11 +541,7 @@ class Planner:
             forecast_s = simulate(Instance.from_profile(profile, **roomy), choices, self._space.prefetch_units).step_s
             if forecast_s <= step_s:
                 break
-        if self._space.device.type == "cuda":
-            instance = Instance.from_profile(profile, **roomy)
-            modelled = CostTables(instance, self._space.prefetch_units).cost(OPTION_INDEX[c.code] for c in choices)
-            seen_nbytes = torch.cuda.max_memory_allocated(self._space.device)
-            self._beside_nbytes = max(0, seen_nbytes - round(modelled.device_peak_nbytes))
+        self._beside_nbytes = max(line.workspace_nbytes for line in profile.units)
         rest = dataclasses.replace(profile.units[-1], forward_s=max(0.0, step_s - forecast_s) / self._num_micro)
         return dataclasses.replace(profile, units=(*profile.units[:-1], rest))
 
@@ -454,6 +568,7 @@ class Planner:
             units.append(
                 dataclasses.replace(
                     line,
+                    workspace_nbytes=0,  # nobody's: see [Note: what a budget covers]
                     activation_nbytes=round(counted * growth),
                     boundary_nbytes=round(min(line.boundary_nbytes, counted) * growth),
                     forward_s=line.forward_s * growth,
@@ -462,9 +577,12 @@ class Planner:
                 )
             )
             options.append(self._options(unit, line))
-        budget_nbytes = self._space.ledger[Tier.DEVICE].budget_nbytes
-        if self._space.device.type == "cuda" and self._config.device_budget == "auto" and self._counts_activations:
-            budget_nbytes = max(budget_nbytes, int(budget_nbytes / CUDA_DEVICE_FRAC) - self._beside_nbytes)
+        if self._first_budget_nbytes is None:
+            self._first_budget_nbytes = self._space.ledger[Tier.DEVICE].budget_nbytes
+        budget_nbytes = self._first_budget_nbytes
+        if self._is_whole_device():
+            whole_nbytes = int(_ALLOCATED_FRAC * budget_nbytes / CUDA_DEVICE_FRAC)
+            budget_nbytes = max(budget_nbytes, whole_nbytes - round(self._beside_nbytes * growth))
         prefetch = self._config.prefetch_units
         distances = (2, 1) if self._space.device.type == "cuda" else (1,)
         return Instance(
@@ -502,11 +620,47 @@ class Planner:
         everything = self._uniform(instance, Tier.DEVICE, (ActivationChoice.KEEP,))
         if self._fits(instance, everything):
             return self._plan_of(instance, everything, note="everything fits")
-        leaving = self._leaving(instance)
-        if not any(self._fits(instance, picks) for picks in leaving):
-            return self._best_effort(instance, leaving)
         plan = self._best_of(instance)
-        return plan if plan is not None else self._best_effort(instance, leaving)
+        return plan if plan is not None else self._best_effort(instance, self._leaving(instance))
+
+    def _leave_room(self, instance: Instance, plan: Plan) -> None:
+        """The engine may fill the plan's budget, less the activations that stay; see [Note: what a budget covers]."""
+        account = self._space.ledger[Tier.DEVICE]
+        self._space.kept_nbytes = 0
+        if not self._counts_activations:
+            return
+        kept_nbytes = _activation_nbytes(instance.units, [line.choice for line in plan.units])
+        room_nbytes = max(instance.device_budget_nbytes - kept_nbytes, plan.peak_nbytes - kept_nbytes)
+        if self._is_whole_device():
+            account.budget_nbytes = max(account.budget_nbytes, room_nbytes)
+        self._space.kept_nbytes = max(0, account.budget_nbytes - room_nbytes)
+
+    def _is_whole_device(self) -> bool:
+        """Whether plans may count with all of the GPU's memory: nobody has set a budget, and activations are known."""
+        is_auto = self._config.device_budget == "auto"
+        return is_auto and self._space.device.type == "cuda" and self._counts_activations
+
+    def _with_peak(self, plan: Plan) -> Plan:
+        """The forecast's peak is that of what will be allocated, not of the least that the plan needs."""
+        assert self.profile is not None
+        growth = self._growth
+        lines = [
+            dataclasses.replace(
+                line,
+                activation_nbytes=round(line.activation_nbytes * growth),
+                boundary_nbytes=round(line.boundary_nbytes * growth),
+                workspace_nbytes=round(line.workspace_nbytes * growth),
+            )
+            for line in self.profile.units
+        ]
+        peak_nbytes = held_peak_nbytes(
+            lines,
+            [line.choice for line in plan.units],
+            self._space.ledger[Tier.DEVICE].budget_nbytes - self._space.kept_nbytes,
+            num_micro_batches=self._num_micro,
+            waits_for_copies=self._space.device.type == "cpu",
+        )
+        return dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, device_peak_nbytes=peak_nbytes))
 
     def _leaving(self, instance: Instance) -> list[list[int]]:
         """Parameters stream, and all activations that can leave do: by recompute first, and by offload first."""
@@ -514,23 +668,72 @@ class Planner:
         return [self._uniform(instance, Tier.DRAM, each) for each in (kinds, kinds[::-1])]
 
     def _best_of(self, instance: Instance) -> Plan | None:
-        """The planner's answer; with homes as they are, unless others promise a clearly shorter step."""
+        """The planner's answer, or the fixed policy's; homes as they are, unless others promise a clearly shorter step.
+
+        Baselines answer for themselves.
+        """
+        from lightning_tieroffload.planning.simulator import rank_plans
+
+        if self._config.planner != "ilp":
+            return self._answer(instance)
+        as_they_are = self._with_homes_as_they_are(instance)
+        stays = self._answer(as_they_are)
+        trusted, others = self._fixed_plans(instance)
+        if stays is None or (trusted is not None and trusted.forecast.step_s < stays.forecast.step_s):
+            stays = trusted
+        moves = self._answer(instance) if as_they_are != instance else None
+        found = rank_plans([plan for plan in (moves, *others) if plan is not None])
+        if not found:
+            return stays
+        if stays is not None and found[0].forecast.step_s > (1 - _WORTH_MOVING_FRAC) * stays.forecast.step_s:
+            return stays
+        return found[0]
+
+    def _answer(self, instance: Instance) -> Plan | None:
         from lightning_tieroffload.planning.solver import best_plan
 
-        plans = []
-        for each in dict.fromkeys((self._with_homes_as_they_are(instance), instance)):
-            if not any(self._fits(each, picks) for picks in self._leaving(each)):
-                continue  # the solver would take long to say by how much
-            try:
-                plan = best_plan(each, self._config.planner)
-            except (InfeasiblePlanError, CapacityError) as error:
-                _log.debug("%s", error)
+        if not any(self._fits(instance, picks) for picks in self._leaving(instance)):
+            return None  # the solver would take long to say by how much
+        try:
+            plan = best_plan(instance, self._config.planner)
+        except (InfeasiblePlanError, CapacityError) as error:
+            _log.debug("%s", error)
+            return None
+        check_plan(instance, plan)
+        return plan
+
+    def _fixed_plans(self, instance: Instance) -> tuple[Plan | None, list[Plan]]:
+        """What the engine's fixed policy would do beside activations that are kept, recomputed or offloaded.
+
+        The first is what it does by itself: where a setting fixes activations it runs whatever the model finds tight.
+        """
+        names = self._names()
+        trusted, plans = None, []
+        kept, recompute, offload = (
+            ActivationChoice.KEEP, ActivationChoice.RECOMPUTE, ActivationChoice.OFFLOAD_DRAM
+        )  # fmt: skip
+        seen = set()
+        for kinds in ((kept,), (recompute, offload), (offload, recompute)):
+            picks = self._uniform(instance, Tier.DRAM, kinds)
+            room_nbytes = instance.device_budget_nbytes
+            if self._counts_activations:
+                room_nbytes -= _activation_nbytes(instance.units, [OPTIONS[pick] for pick in picks])
+            on_device = {names[unit] for unit in self._device_units(room_nbytes)}
+            for row, (line, codes) in enumerate(zip(instance.units, instance.options or (), strict=True)):
+                code = f"device/device/device/device/{OPTIONS[picks[row]].activation.value}"
+                if line.name in on_device and code in codes:
+                    picks[row] = OPTION_INDEX[code]
+            if tuple(picks) in seen:
                 continue
-            check_plan(instance, plan)
-            plans.append(plan)
-        if len(plans) == 2 and plans[1].forecast.step_s > (1 - _WORTH_MOVING_FRAC) * plans[0].forecast.step_s:
-            return plans[0]
-        return plans[-1] if plans else None
+            seen.add(tuple(picks))
+            is_its_own = not self._counts_activations
+            if is_its_own or self._fits(instance, picks):
+                plan = self._plan_of(instance, picks, note="the engine's fixed policy")
+                if is_its_own and trusted is None:
+                    trusted = plan
+                else:
+                    plans.append(plan)
+        return trusted, plans
 
     def _with_homes_as_they_are(self, instance: Instance) -> Instance:
         by_name = {name: unit for unit, name in self._names().items()}
@@ -603,6 +806,21 @@ class Planner:
             return {"step_s": None, "device_peak_nbytes": None, "bottleneck": None}
         forecast: Forecast = self.plan.forecast
         return forecast.to_json()
+
+
+def _activation_nbytes(units: Iterable[UnitProfile], choices: Iterable[Choice]) -> int:
+    """Bytes of activations on the device at most: what stays, and what one unit's backward brings back."""
+    live_nbytes = again_nbytes = 0
+    for unit, choice in zip(units, choices, strict=True):
+        boundary_nbytes = min(unit.boundary_nbytes, unit.activation_nbytes)
+        if choice.activation is ActivationChoice.KEEP:
+            live_nbytes += unit.activation_nbytes
+        elif choice.activation is ActivationChoice.RECOMPUTE:
+            live_nbytes += boundary_nbytes
+            again_nbytes = max(again_nbytes, unit.activation_nbytes - boundary_nbytes)
+        else:
+            again_nbytes = max(again_nbytes, 2 * unit.activation_nbytes)
+    return live_nbytes + again_nbytes
 
 
 class _Table:

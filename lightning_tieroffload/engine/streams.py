@@ -324,15 +324,25 @@ def make_streams(
 
 
 class Marks(Protocol):
-    """Points in compute's time. ``settle`` before asking for seconds."""
+    """Points in compute's time. ``settle`` before asking for seconds.
+
+    ``counts_waits``: whether seconds between marks hold what compute waited for copies and updates.
+    """
+
+    counts_waits: bool
 
     def mark(self) -> Any: ...
     def settle(self) -> None: ...
     def seconds(self, start: Any, end: Any) -> float: ...
+    def take_peak_nbytes(self) -> int | None:
+        """Device memory allocated at most since the last call; None where nobody counts it."""
+        ...
 
 
 class _HostMarks:
     """Compute is this thread: its clock, less what the engine's own copies took of it."""
+
+    counts_waits = False
 
     def __init__(self, stalled_s: Callable[[], float]) -> None:
         self._stalled_s = stalled_s
@@ -346,9 +356,14 @@ class _HostMarks:
     def seconds(self, start: float, end: float) -> float:
         return max(0.0, end - start)
 
+    def take_peak_nbytes(self) -> int | None:
+        return None
+
 
 class _CudaMarks:
-    """Events on the stream that computes; they wait for nobody."""
+    """Events on the stream that computes; they wait for nobody. Resets CUDA's own peak of allocated memory."""
+
+    counts_waits = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -363,6 +378,11 @@ class _CudaMarks:
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return max(0.0, float(start.elapsed_time(end)) / 1e3)
+
+    def take_peak_nbytes(self) -> int | None:
+        nbytes: int = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return nbytes
 
 
 def make_marks(device: torch.device, stalled_s: Callable[[], float]) -> Marks:

@@ -8,7 +8,8 @@ recomputes the same from the units one by one, without these tables.
 Units 0..n-1 run forward, then n-1..0 backward, ``num_micro_batches`` times; then the updates, ordered by next use (unit
 0 first). A step is cut into *phase 0*, the first forward, *phase 1*, all other passes, and *phase 2*, the updates. With
 ``clip`` the updates wait for the norm, so for the end of the last backward, and hide under the next step's phase 0.
-Without, unit k's update starts when its last backward has ended, and must end before its next forward.
+Without, unit k's update starts when its last backward has ended, and must end before its next forward. Where the CPU
+writes the moments in a second pass (``moments_later_frac``), that pass belongs to phase 1 of the next step: backward.
 
 [Note: bytes on the device]
 At forward i:  resident + kept(<= i) + late(>= i) + staged parameters + own_f(i) + draining activation(i-1) + update(i)
@@ -416,7 +417,7 @@ class CostTables:
         read = [params_on_nvme, params_on_nvme * num_refetch + num_micro * acts_on_nvme, to_nvme]
         write = [acts_on_nvme, (num_micro - 1) * acts_on_nvme, to_nvme]
         numel = self._column(u.trained_numel for u in units) * np.ones_like(param)
-        cpu = [zero, zero, numel * self._on_cpu]
+        cpu = [zero, numel * self._on_cpu * machine.moments_later_frac, numel * self._on_cpu]
 
         forward = np.array([u.forward_s for u in units])
         backward = np.array([u.backward_s for u in units])

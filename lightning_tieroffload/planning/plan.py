@@ -34,7 +34,7 @@ from lightning_tieroffload.sizes import format_nbytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Forecast", "Plan", "UnitPlan", "check_plan", "plan_of"]
+__all__ = ["Forecast", "Plan", "UnitPlan", "check_plan", "held_peak_nbytes", "plan_of"]
 
 _FORMAT_VERSION = 1
 
@@ -245,6 +245,59 @@ def plan_of(
     )
 
 
+# ------------------------------------------------------------------------------------------------ what a run will hold
+
+
+def held_peak_nbytes(
+    units: Sequence[UnitProfile],
+    choices: Sequence[Choice],
+    held_nbytes: int,
+    *,
+    num_micro_batches: int = 1,
+    waits_for_copies: bool = False,
+) -> int:
+    """Device bytes at the worst point of a step, allocated by the engine and beside it.
+
+    Not what a plan needs (``Cost.device_peak_nbytes``) but what an engine takes that may hold ``held_nbytes``: it drops
+    nothing before it wants the room, so parameters that stream stay too while there is room. Beside it: activations by
+    their choice, and each unit's ``workspace_nbytes``. See [Note: bytes on the device]. ``waits_for_copies``: gradients
+    have left before the next unit makes its own.
+    """
+    params = sum(unit.param_nbytes for unit in units)
+    states = sum(u.state_nbytes for u, c in zip(units, choices, strict=True) if c.state_home is Tier.DEVICE)
+    kept_grads = [
+        u.grad_nbytes if u.trained_numel and c.grad_home is Tier.DEVICE else 0
+        for u, c in zip(units, choices, strict=True)
+    ]
+    grads = sum(kept_grads) if num_micro_batches > 1 else 0
+    live = peak = leaving = 0
+    at_backward = []
+    for i, (unit, choice) in enumerate(zip(units, choices, strict=True)):
+        away = unit.activation_nbytes
+        boundary = min(unit.boundary_nbytes, away)
+        own = again = 0
+        if choice.activation is ActivationChoice.KEEP:
+            live += away
+        elif choice.activation is ActivationChoice.RECOMPUTE:
+            live, again = live + boundary, away - boundary
+        else:
+            own = again = away
+            before = units[i - 1].activation_nbytes if i and choices[i - 1].activation is choice.activation else 0
+            again += before
+        peak = max(peak, min(held_nbytes, params + states + grads) + live + own + unit.workspace_nbytes)
+        at_backward.append(live + again + unit.workspace_nbytes)
+    for i in reversed(range(len(units))):
+        unit = units[i]
+        newborn = unit.grad_nbytes if unit.newborn_grad_nbytes is None else unit.newborn_grad_nbytes
+        newborn = newborn if unit.trained_numel else 0
+        held = min(held_nbytes, params + states + grads + newborn + leaving)
+        peak = max(peak, held + at_backward[i])
+        if num_micro_batches == 1:
+            grads += kept_grads[i]
+        leaving = unit.grad_nbytes if unit.trained_numel and not kept_grads[i] and not waits_for_copies else 0
+    return peak
+
+
 # ---------------------------------------------------------------------------------------------------------- checker
 
 _RELATIVE_TOLERANCE = 1e-6
@@ -424,6 +477,7 @@ class _Walk:
             return moved
         if choice.update_on is UpdatePlace.CPU:
             moved["cpu"][2] = unit.trained_numel
+            moved["cpu"][1] = unit.trained_numel * self.machine.moments_later_frac
             moved["h2d"][2] += 0 if self._streams(i) else unit.param_nbytes
         else:
             moved["device"][2] = unit.trained_numel

@@ -72,6 +72,8 @@ class UnitProfile:
     workspace_nbytes: int = 0
     update_numel: int | None = None
     """Trainable elements; ``None`` means all of ``param_numel`` if the unit has gradients, else 0."""
+    newborn_grad_nbytes: int | None = None
+    """The gradients as autograd makes them, where they are kept and moved in fewer bytes; ``None``: ``grad_nbytes``."""
     can_stream_param: bool = True
     can_move_state: bool = True
     can_recompute: bool = True
@@ -126,6 +128,10 @@ class MachineProfile:
     device_update_numel_per_s: float = 122e9
     cpu_update_bytes_per_numel: float = 28.0
     """DRAM traffic of one CPU update: 16-bit gradient, fp32 weight and moments in; fp32 and 16-bit copies out."""
+    moments_later_frac: float = 0.0
+    """Seconds of a second pass, which writes the moments under the next backward, as a share of those of the first; 0
+    where one pass writes everything. Rate and traffic above are then the first pass's, which the next forward waits
+    for."""
     overlap_loss_frac: float = 0.02
     """Share of a hidden transfer's seconds that shows up in the step all the same (contention for memory, launch
     gaps). Streaming 26 of 28 layers, 0.2 s of copies, cost the prototype less than 0.005 s."""
@@ -185,6 +191,10 @@ class Profile:
     """``"measured"`` by the profiler, or ``"estimated"`` from a configuration with no run."""
     device_fixed_nbytes: int = 0
     notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def unit(self, name: str) -> UnitProfile | None:
+        """The line of the unit called ``name``, if there is one."""
+        return next((unit for unit in self.units if unit.name == name), None)
 
     @property
     def model_key(self) -> str:

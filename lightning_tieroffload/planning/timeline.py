@@ -175,6 +175,7 @@ class _Jobs:
         self.param_ready: dict[int, int] = {}  # unit -> job after which its new values may be fetched or used
         self.grad_done: dict[int, int] = {}
         self.state_done: dict[int, int] = {}
+        self.moments_done: dict[int, int] = {}  # unit -> second pass of its update, which still reads the gradient
         self.rate = {
             Lane.H2D: self.machine.h2d_bytes_per_s,
             Lane.D2H: self.machine.d2h_bytes_per_s,
@@ -274,7 +275,8 @@ class _Jobs:
             drained = self.grad_done.get(i + 2) if i + 2 < self.n and self._grad_down(i + 2) else None
             run = self._compute("backward", i, seconds, (fetch, back, sums, drained), step)
             if self._grad_down(i):
-                run = self._move(Lane.D2H, "gradient down", i, unit.grad_nbytes, (run,), step, order)
+                needs = (run, self.moments_done.get(i))
+                run = self._move(Lane.D2H, "gradient down", i, unit.grad_nbytes, needs, step, order)
             self.grad_done[i] = run
 
     # --------------------------------------------------------------------------------------------------- updates
@@ -314,6 +316,13 @@ class _Jobs:
         if not self._streams(i):
             ready = self._move(Lane.H2D, "new param up", i, unit.param_nbytes, (update,), step, order)
         self.param_ready[i] = ready
+        later = self.machine.moments_later_frac
+        if later:  # behind every first pass, and in the order of the next backward
+            behind = order + 2 * (self.n - i)
+            job = Job(
+                f"moments ({unit.name})", Lane.CPU_UPDATE, seconds * later, (update,), behind, step, traffic * later
+            )
+            self.moments_done[i] = update = self._add(job)
         self._write_state(i, step, update, order)
 
     def _update_on_device(self, i: int, step: int, gate: Sequence[int | None], order: int) -> None:
