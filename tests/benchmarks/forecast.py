@@ -13,6 +13,8 @@ each run's plan, profile, report and steps.
 - ``all_offloaded``: every layer recomputes, parameters stream, the CPU updates everything.
 - ``keep_all``: activations stay, which takes their part of the budget; state stays too as far as the rest goes.
 - ``lifetime``, ``greedy``: those planners' plans, from a profile of their own run.
+- ``keep``, ``offload``: the engine's fixed policy with that setting, and all of the budget for the engine's own: what
+  offload costs, rather than rivals.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from lightning_tieroffload.planning.plan import Plan, held_peak_nbytes
 from lightning_tieroffload.planning.profile import Profile
 from lightning_tieroffload.sizes import MiB, parse_nbytes
 
-RIVALS = ("all_offloaded", "keep_all", "lifetime", "greedy")
+RIVALS = ("all_offloaded", "keep_all", "lifetime", "greedy", "keep", "offload")
 NUM_STEPS_AFTER_WATCHING = 12
 """To settle, to be compared with the forecast, and to be watched again where that is off."""
 
@@ -54,6 +56,8 @@ def settings_of(name: str, budget: str, found: dict[str, Any], arguments: argpar
         units = found["report"]["planned"]["profile.json"]["units"]
         left_nbytes = parse_nbytes(budget, key="budget") - sum(unit["activation_nbytes"] for unit in units)
         settings |= {"activations": "keep", "profile_steps": 0, "device_budget": max(1, left_nbytes)}
+    elif name in ("keep", "offload"):
+        settings |= {"activations": name, "profile_steps": 0}
     elif name in ("lifetime", "greedy"):
         settings |= {"planner": name}
     return settings
