@@ -378,6 +378,54 @@ def test_zero_profile_steps_plan_nothing() -> None:
     engine.close()
 
 
+def test_an_earlier_profile_of_the_same_job_is_used_after_one_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Read back where model, batch, machine and settings are the same; measured again, and written, where not."""
+    first = trained(loop=mlp_steps(4), budget=120 * KiB, trace_path=str(tmp_path))
+    profile, choices = first.core.planner.profile, activations_of(first)
+    first.close()
+
+    def second(**settings: Any) -> tuple[int, Profile]:
+        loop = settings.pop("loop", mlp_steps(1))
+        build = settings.pop("build", blocks)
+        engine = trained(build, loop, **{"budget": 120 * KiB, "trace_path": str(tmp_path), **settings})
+        planner = engine.core.planner
+        found = planner.profile
+        if "loop" not in settings and planner.num_plans:
+            assert found is not None
+            same.append(activations_of(engine))
+        engine.close()
+        return planner.num_plans, found  # type: ignore[return-value]
+
+    same: list[Any] = []
+    with caplog.at_level(logging.INFO, logger=engine_planner.__name__):
+        assert second() == (1, profile)
+        assert "one watched step, from" in caplog.text
+    assert same == [choices]
+    # Exact, whatever the step after which it plans.
+    check(blocks, mlp_steps(4), [Variant(budget=120 * KiB)], trace_path=str(tmp_path))
+
+    for other in (
+        {"loop": mlp_steps(1, 32)},  # another batch
+        {"build": lambda: blocks(7)},  # another model
+        {"activations": "recompute"},
+    ):
+        assert second(**other)[0] == 0, other  # goes on watching
+    caplog.clear()
+    saved = json.loads((tmp_path / PROFILE_FILE_NAME).read_text())
+    saved["machine"]["name"] = "another machine"
+    saved["key"] = None
+    (tmp_path / PROFILE_FILE_NAME).write_text(json.dumps(saved))
+    assert second()[0] == 0
+    (tmp_path / PROFILE_FILE_NAME).write_text("{")
+    with caplog.at_level(logging.WARNING, logger=engine_planner.__name__):
+        num_plans, again = second(loop=mlp_steps(4))
+    assert "is not used, and written anew" in caplog.text
+    assert num_plans == 1
+    assert Profile.load(tmp_path / PROFILE_FILE_NAME) == again
+
+
 # ---------------------------------------------------------------- later
 
 
@@ -455,6 +503,36 @@ def test_drift_is_noticed_and_planned_for(monkeypatch: pytest.MonkeyPatch, caplo
     with caplog.at_level(logging.WARNING, logger=engine_planner.__name__):
         mlp_steps(12)(*engine.kept_alive, quiet)  # type: ignore[attr-defined]
     assert sum("the plan is made again" in record.message for record in caplog.records) == 1
+    assert planner.num_plans == 2
+    engine.close()
+
+
+def test_a_link_that_slows_down_is_noticed_though_steps_take_as_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Copies at a third of their rate: said once, the machine is measured again, and so is the plan made."""
+    monkeypatch.setattr(engine_planner, "_NUM_DRIFT_STEPS", 4)
+    monkeypatch.setattr(engine_planner, "_LEAST_STEPS_BETWEEN", 8)
+    monkeypatch.setattr(engine_planner, "_DRIFT_FRAC", 1e9)
+    monkeypatch.setitem(engine_planner._OFF_FRAC, "cpu", 1e9)
+    engine = trained(loop=mlp_steps(4), budget="all")
+    planner, rates = engine.core.planner, engine.core.space.streams.rates
+
+    def train(num_steps: int, bytes_per_s: float) -> None:
+        for _ in range(num_steps):
+            for _ in range(3):
+                rates.note("h2d", 1 << 20, (1 << 20) / bytes_per_s)
+            mlp_steps(1)(*engine.kept_alive, quiet)  # type: ignore[attr-defined]
+
+    with caplog.at_level(logging.WARNING, logger=engine_planner.__name__), one_thread(), small_activations():
+        train(16, 10e9)
+        assert planner.num_plans == 1
+        assert not caplog.records
+        train(8, 3e9)
+    assert len(caplog.records) == 1
+    said = caplog.records[0].getMessage()
+    assert said.startswith("h2d copies run at ")
+    assert ", 10 when the plan was made: the next 2 steps are watched" in said
     assert planner.num_plans == 2
     engine.close()
 

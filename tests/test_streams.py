@@ -12,7 +12,7 @@ from loopkit import mlp
 
 from lightning_tieroffload import engine_of, offload
 from lightning_tieroffload.concepts import Ticket
-from lightning_tieroffload.engine.streams import _CudaTicket
+from lightning_tieroffload.engine.streams import HostStreams, LinkRates, _CudaTicket
 from lightning_tieroffload.errors import TransferTimeoutError
 
 
@@ -97,3 +97,37 @@ def test_step_times_are_those_of_a_recent_window() -> None:
     assert len(engine.updates.step_times_s()) == 512
     assert engine.report()["num_steps"] == 2000
     engine.close()
+
+
+def test_rates_are_those_of_large_copies_that_have_ended() -> None:
+    """Small copies measure the call; of those between events only the ones that are over have a time."""
+
+    class Event:
+        def __init__(self, at_ms: float, is_over: bool = True) -> None:
+            self.at_ms, self.is_over = at_ms, is_over
+
+        def query(self) -> bool:
+            return self.is_over
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at_ms - self.at_ms)
+
+    rates, large = LinkRates(), 1 << 24
+    for _ in range(9):
+        rates.note("h2d", 100, 1.0)
+        rates.note("d2h", large, 0.5)
+    assert rates.medians() == {"d2h": large / 0.5}
+    asked = [rates.wants("h2d", large) for _ in range(40)]
+    assert 5 <= sum(asked) < 20
+    assert not rates.wants("h2d", 100)
+    late = Event(9.0, is_over=False)
+    for _ in range(5):
+        rates.note_events("h2d", large, Event(1.0), Event(3.0))
+        rates.note_events("h2d", large, Event(1.0), late)
+    assert rates.medians()["h2d"] == large / 2e-3
+    rates.clear()
+    assert rates.medians() == {}
+    streams = HostStreams(lambda *_: None)
+    for _ in range(5):
+        streams.upload([(torch.empty(1 << 19), torch.ones(1 << 19))], "x")
+    assert set(streams.rates.medians()) == {"h2d"}

@@ -34,7 +34,7 @@ from typing import Any
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.config import CUDA_DEVICE_FRAC, TierOffloadConfig
 from lightning_tieroffload.engine.device_space import DeviceSpace
-from lightning_tieroffload.engine.profiler import Measured, Phase, Profiler, measure_machine
+from lightning_tieroffload.engine.profiler import Measured, Phase, Profiler, machine_name, measure_machine
 from lightning_tieroffload.engine.unit_state import UnitState, WireState
 from lightning_tieroffload.errors import CapacityError, ConfigError, InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.planning.cost_model import (
@@ -68,6 +68,7 @@ _ALLOWED = {
 }
 _DRIFT_FRAC = 0.15
 _OFF_FRAC = {"cuda": 0.05, "cpu": 0.10}  # more than this, and the plan's own steps are watched
+_LINK_DRIFT_FRAC = 0.3
 _NUM_DRIFT_STEPS = 20
 _LEAST_STEPS_BETWEEN = 100
 _GROWTH_FRAC = 1.05  # a batch this much larger than the largest planned for asks for a plan of its own
@@ -75,6 +76,7 @@ _AFTER_OUT_OF_MEMORY_FRAC = 0.9
 _NUM_STEPS_TO_SETTLE = 2
 _MOST_MORE_STEPS = 2  # watched beyond profile_steps, where what is where has changed meanwhile
 _WORTH_MOVING_FRAC = 0.03  # what the model is off by must not move homes
+_SAME_NOTES = ("num_micro_batches", "activations")  # besides its key, what a profile must share with a job to serve it
 _PASS_BYTES_PER_NUMEL = 18.0  # DRAM traffic of one pass of two: see "Weights first" in docs/design.md
 _ALLOCATED_FRAC = 0.85  # of a whole GPU's memory; the rest is lost to the allocator's rounding and fragments
 
@@ -150,9 +152,11 @@ class Planner:
         self._profiled_numel = 0
         self._laps_s: list[float] = []
         self._baseline_s: float | None = None
+        self._link_rates: dict[str, float] | None = None  # of large copies, when the plan had settled
         self._last_s: float | None = None
         self._has_warned = False
         self._has_corrected = False
+        self._saved: Profile | None = None  # of an earlier run, until it is known whether it is of this job
         self.first_unit: int | None = None
         """Index of the unit whose input says how large a batch is; None while nothing depends on it."""
 
@@ -160,6 +164,7 @@ class Planner:
     def start(self) -> None:
         """Watch the first steps, which run on the cautious plan."""
         if self._profile_steps > 0 and not self._is_fixed:
+            self._saved = self._read_profile()
             self._watch()
 
     def _watch(self) -> None:
@@ -190,7 +195,10 @@ class Planner:
         now_s = time.perf_counter()
         self._num_steps += 1
         if self._profiler.is_on:
-            if self._end_watched_step():
+            is_enough = self._end_watched_step()
+            if self._plan_from_file():
+                self._last_s = None
+            elif is_enough:
                 self._plan_from_steps()
                 self._last_s = None
             return
@@ -206,6 +214,10 @@ class Planner:
         elif since == _NUM_STEPS_TO_SETTLE and self._has_refusals():
             self._replan("units that cannot be recomputed")
         elif self._has_drifted():
+            self._watch()
+        elif (link := self._drifted_link()) is not None:
+            _log.warning("%s: the next %d steps are watched, and the plan is made again", link, self._profile_steps)
+            self._machine = None
             self._watch()
 
     def _has_refusals(self) -> bool:
@@ -239,6 +251,26 @@ class Planner:
             _NUM_DRIFT_STEPS, statistics.median(laps_s), self._baseline_s, self._profile_steps,
         )  # fmt: skip
         return True
+
+    def _drifted_link(self) -> str | None:
+        """The first link whose large copies have become clearly slower or faster since the plan settled, and by what.
+
+        Asked every few steps; the first answer after a plan is what later ones are compared with.
+        """
+        if (self._num_steps - self._planned_at) % _NUM_DRIFT_STEPS:
+            return None
+        rates = self._space.streams.rates
+        now = rates.medians()
+        rates.clear()
+        before, self._link_rates = self._link_rates, now if self._link_rates is None else self._link_rates
+        if before is None or self._num_steps - self._planned_at < _LEAST_STEPS_BETWEEN:
+            return None
+        for kind in sorted(before.keys() & now.keys()):
+            if not 1 - _LINK_DRIFT_FRAC < now[kind] / before[kind] < 1 / (1 - _LINK_DRIFT_FRAC):
+                return (
+                    f"{kind} copies run at {now[kind] / 1e9:.3g} GB/s, {before[kind] / 1e9:.3g} when the plan was made"
+                )
+        return None
 
     def _is_off(self, step_s: float) -> bool:
         """Whether the plan's own steps are to be watched, once: they are not what steps before it said they would be.
@@ -311,6 +343,43 @@ class Planner:
         self._follow(plan)
 
     # ------------------------------------------------------------------------------------------------- plan
+    def _read_profile(self) -> Profile | None:
+        """What an earlier run has measured, if there is a file of it."""
+        if self._config.trace_path is None:
+            return None
+        path = os.path.join(self._config.trace_path, PROFILE_FILE_NAME)
+        if not os.path.exists(path):
+            return None
+        try:
+            return Profile.load(path)
+        except ConfigError as error:
+            _log.warning("%s is not used, and written anew: %s", path, error)
+            return None
+
+    def _plan_from_file(self) -> bool:
+        """After one watched step, which says what is trained: plan from an earlier run's profile, if it is of the same.
+
+        The same units and bytes, batch, kind of machine, micro-batches and setting of activations.
+        """
+        saved, self._saved = self._saved, None
+        if saved is None or not self._profiler.steps:
+            return False
+        for unit in self._space.units:  # state that the first update makes is part of what is compared
+            with self._space.lock:
+                self._space.wait_update(unit)
+        with _user_generator():
+            now = self._make_profile(saved.machine)
+        is_same = saved.matches(now.units, now.batch_key, machine_name(self._space.device))
+        if not is_same or any(saved.notes.get(key) != now.notes[key] for key in _SAME_NOTES):
+            _log.info("the profile in trace_path is of another model, batch, machine or setting: measured again")
+            return False
+        self._stop_watching()
+        self.profile, self._machine = saved, saved.machine
+        self._beside_nbytes = max(line.workspace_nbytes for line in saved.units)
+        self._note_batch()
+        self._replan(f"one watched step, from {PROFILE_FILE_NAME} of an earlier run")
+        return True
+
     def _plan_from_steps(self) -> None:
         self._stop_watching()
         with _user_generator():
@@ -318,13 +387,17 @@ class Planner:
                 self._machine = measure_machine(self._space.device, self._space.streams)
             self.profile = self._make_profile(self._machine)
             self._write_profile(self.profile)
+        self._note_batch()
+        self._replan(f"{len(self._profiler.steps)} watched steps")
+
+    def _note_batch(self) -> None:
+        """What the watched batch's size is known by: later ones are compared with it."""
         with_root = {unit.index for unit in self._space.units if unit.root is not None}
         self._first_index = next((index for index in self._profiler.order() if index in with_root), None)
         # Of that very unit: the first one in use may be an embedding, whose input is ids.
         numel = self._profiler.steps[-1].numel_of.get(self._first_index, 0) if self._first_index is not None else 0
         self._profiled_numel = self._largest_numel = numel
         self._growth = 1.0
-        self._replan(f"{self._profile_steps} watched steps")
 
     def _replan(self, why: str) -> None:
         assert self.profile is not None
@@ -349,6 +422,8 @@ class Planner:
         self._planned_at = self._num_steps
         self._planned_units = [unit.index for unit in self._space.units]
         self._laps_s, self._baseline_s, self._last_s = [], None, None
+        self._link_rates = None
+        self._space.streams.rates.clear()  # the probe's own
         lines = {line.name: line.choice for line in plan.units}
         for unit, name in self._names().items():
             if name in lines:
@@ -399,6 +474,7 @@ class Planner:
                 "step_s": step_s,
                 "last_step_s": step.step_s,
                 "num_micro_batches": self._num_micro,
+                "activations": self._config.activations,
                 "lifetimes": {
                     names[unit]: self._lifetimes(unit, profiler.usual(unit.index), step.step_s) for unit in order
                 },

@@ -14,7 +14,9 @@ compute-stream order, after the copy.
 
 from __future__ import annotations
 
+import collections
 import random
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +33,7 @@ __all__ = [
     "CudaStreams",
     "DelayedStreams",
     "HostStreams",
+    "LinkRates",
     "Marks",
     "Pairs",
     "Streams",
@@ -38,6 +41,9 @@ __all__ = [
     "make_streams",
 ]
 
+_LEAST_TIMED_NBYTES = 1 << 20  # what is smaller measures the call
+_TIME_ONE_OF = 4
+_NUM_RATES, _LEAST_RATES = 64, 5
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 2e-3
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source), same shape and dtype
 
@@ -55,6 +61,8 @@ class CopyTicket(Protocol):
 
 class Streams(Protocol):
     """Copies between DEVICE and DRAM. Callable from the training thread and from autograd's threads."""
+
+    rates: LinkRates
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket: ...
     def download(self, pairs: Pairs, label: str) -> CopyTicket: ...
@@ -103,16 +111,60 @@ def _add(target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor) -> None
             target.copy_(before.to(grad.dtype).add_(grad))
 
 
+class LinkRates:
+    """Bytes a second of large copies as training makes them, by kind: what a link does now, not what a probe once saw.
+
+    On CUDA every few copies are between two events with a clock; they are asked for their time when somebody wants to
+    know, and wait for nobody.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, collections.deque[float]] = {}
+        self._pending: collections.deque[tuple[str, int, Any, Any]] = collections.deque(maxlen=_NUM_RATES)
+        self._num_asked: collections.Counter[str] = collections.Counter()
+
+    def note(self, kind: str, nbytes: int, seconds: float) -> None:
+        if nbytes >= _LEAST_TIMED_NBYTES and seconds > 0:
+            self._seen.setdefault(kind, collections.deque(maxlen=_NUM_RATES)).append(nbytes / seconds)
+
+    def wants(self, kind: str, nbytes: int) -> bool:
+        """Whether this copy is one to put between two events: ``note_events`` then takes them."""
+        if nbytes < _LEAST_TIMED_NBYTES:
+            return False
+        self._num_asked[kind] += 1
+        return self._num_asked[kind] % _TIME_ONE_OF == 1
+
+    def note_events(self, kind: str, nbytes: int, start: Any, end: Any) -> None:
+        self._pending.append((kind, nbytes, start, end))
+
+    def clear(self) -> None:
+        self._seen.clear()
+        self._pending.clear()
+
+    def medians(self) -> dict[str, float]:
+        """By kind, of what was seen since the last ``clear``; kinds with fewer than five copies are left out."""
+        for _ in range(len(self._pending)):
+            kind, nbytes, start, end = self._pending.popleft()
+            if end.query():
+                self.note(kind, nbytes, start.elapsed_time(end) / 1e3)
+            else:
+                self._pending.append((kind, nbytes, start, end))
+        return {kind: statistics.median(rates) for kind, rates in self._seen.items() if len(rates) >= _LEAST_RATES}
+
+
 class HostStreams:
     """No accelerator: the DEVICE tier is host memory, and a copy is a memcpy in the caller's thread."""
 
     def __init__(self, on_stall: Callable[[str, float], None]) -> None:
         self._on_stall = on_stall
+        self.rates = LinkRates()
 
     def _now(self, kind: str, pairs: Pairs) -> CopyTicket:
         start_s = time.perf_counter()
         _copy(pairs)
-        self._on_stall(kind, time.perf_counter() - start_s)
+        seconds = time.perf_counter() - start_s
+        self._on_stall(kind, seconds)
+        self.rates.note(kind, sum(source.nbytes for _, source in pairs), seconds)
         return LANDED
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
@@ -150,6 +202,7 @@ class DelayedStreams:
     """Every copy is put off until it is waited for, or until the seed says so at a later submission."""
 
     def __init__(self, seed: int) -> None:
+        self.rates = LinkRates()  # of nothing: these copies take no time of their own
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._pending: list[_DelayedTicket] = []
@@ -258,16 +311,23 @@ class CudaStreams:
             self._sums_stream = torch.cuda.Stream(device)
         self._in_flight: list[_CudaTicket] = []
         self._lock = threading.Lock()
+        self.rates = LinkRates()
 
     def _enqueue(self, stream: torch.cuda.Stream, pairs: Pairs, label: str, kind: str) -> CopyTicket:
         with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
             stream.wait_stream(torch.cuda.current_stream())
+            nbytes = sum(source.nbytes for _, source in pairs)
+            start = torch.cuda.Event(enable_timing=True) if self.rates.wants(kind, nbytes) else None
+            if start is not None:
+                start.record(stream)
             with torch.cuda.stream(stream), torch._C._InferenceMode(False):
                 torch._C._set_grad_enabled(False)
                 for target, source in pairs:
                     target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(enable_timing=start is not None)
             event.record(stream)
+            if start is not None:
+                self.rates.note_events(kind, nbytes, start, event)
         return self._remember(_CudaTicket(event, self._device, list(pairs), self._on_stall, kind, label))
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
