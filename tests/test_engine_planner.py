@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import random
@@ -763,4 +764,27 @@ def test_a_plan_whose_steps_take_otherwise_is_made_again_from_its_own_steps(
     assert sum("was expected" in record.getMessage() for record in caplog.records) == 1
     assert planner.num_plans == 2
     assert {unit.name: unit.activation_nbytes for unit in planner.profile.units} == before
+    engine.close()
+
+
+@pytest.mark.parametrize(("bytes_per_s", "wanted"), [(1e12, True), (1e3, False)])
+def test_offload_is_declined_where_the_transfer_shows(bytes_per_s: float, wanted: bool) -> None:
+    """A fast link leaves the option to units that can recompute; a slow one takes it from them, and from no others."""
+    engine = trained(loop=mlp_steps(3), budget=120 * KiB)
+    planner = engine.core.planner
+    assert planner.profile is not None
+    machine = dataclasses.replace(
+        planner.profile.machine, h2d_bytes_per_s=bytes_per_s, d2h_bytes_per_s=bytes_per_s, overlap_loss_frac=0.02
+    )
+    planner._cannot_recompute.add(engine.units[2])
+    instance = planner._instance(dataclasses.replace(planner.profile, machine=machine))
+    options = planner._without_declined(instance).options
+    assert options is not None
+    for unit, codes in zip(instance.units, options, strict=True):
+        has_offload = any(code.endswith("offload-dram") for code in codes)
+        assert codes
+        if unit.name == "2":
+            assert has_offload, "it can do nothing else"
+        elif unit.activation_nbytes:
+            assert has_offload == wanted, unit.name
     engine.close()

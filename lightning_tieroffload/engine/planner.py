@@ -13,7 +13,9 @@ can leave gone, that is said once, with the least budget, and training goes on w
 are nobody's: beside every budget, and in the forecast's peak on a GPU, as seen in the watched steps. On a GPU ``auto``
 leaves part of the memory to activations (config.py, [Note: margins]); the plan counts with the whole.
 
-[Note: declining] Where parameters, gradients and activations fit together nothing is solved and nothing leaves.
+[Note: declining] Where parameters, gradients and activations fit together nothing is solved and nothing leaves. No
+unit's activations are offloaded where the transfer would show, past its neighbour's compute, for longer than recompute
+takes, unless nothing else fits.
 """
 
 from __future__ import annotations
@@ -696,8 +698,21 @@ class Planner:
         everything = self._uniform(instance, Tier.DEVICE, (ActivationChoice.KEEP,))
         if self._fits(instance, everything):
             return self._plan_of(instance, everything, note="everything fits")
-        plan = self._best_of(instance)
+        plan = self._best_of(self._without_declined(instance)) or self._best_of(instance)
         return plan if plan is not None else self._best_effort(instance, self._leaving(instance))
+
+    def _without_declined(self, instance: Instance) -> Instance:
+        """Without offload where the transfer would show for longer than recompute takes; see [Note: declining]."""
+        if not self._counts_activations:
+            return instance
+        offload = f"/{ActivationChoice.OFFLOAD_DRAM.value}"
+        options = []
+        for index, codes in enumerate(instance.options or ()):
+            unit = instance.units[index]
+            can_recompute = any(code.endswith(f"/{ActivationChoice.RECOMPUTE.value}") for code in codes)
+            is_declined = can_recompute and _offload_shows_s(instance, index) > unit.rerun_s
+            options.append(tuple(code for code in codes if not (is_declined and code.endswith(offload))))
+        return dataclasses.replace(instance, options=tuple(options))
 
     def _leave_room(self, instance: Instance, plan: Plan) -> None:
         """The engine may fill the plan's budget, less the activations that stay; see [Note: what a budget covers]."""
@@ -784,13 +799,10 @@ class Planner:
         The first is what it does by itself: where a setting fixes activations it runs whatever the model finds tight.
         """
         names = self._names()
-        trusted, plans = None, []
-        kept, recompute, offload = (
-            ActivationChoice.KEEP, ActivationChoice.RECOMPUTE, ActivationChoice.OFFLOAD_DRAM
-        )  # fmt: skip
+        trusted: Plan | None = None
+        plans: list[Plan] = []
         seen = set()
-        for kinds in ((kept,), (recompute, offload), (offload, recompute)):
-            picks = self._uniform(instance, Tier.DRAM, kinds)
+        for picks in self._uniform_activations(instance):
             room_nbytes = instance.device_budget_nbytes
             if self._counts_activations:
                 room_nbytes -= _activation_nbytes(instance.units, [OPTIONS[pick] for pick in picks])
@@ -810,6 +822,17 @@ class Planner:
                 else:
                     plans.append(plan)
         return trusted, plans
+
+    def _uniform_activations(self, instance: Instance) -> Iterable[list[int]]:
+        """Parameters stream, and activations are the same everywhere, or kept by the last units only."""
+        recompute, offload = ActivationChoice.RECOMPUTE, ActivationChoice.OFFLOAD_DRAM
+        kept = self._uniform(instance, Tier.DRAM, (ActivationChoice.KEEP,))
+        yield kept
+        for kinds in ((recompute, offload), (offload, recompute)):
+            left = self._uniform(instance, Tier.DRAM, kinds)
+            for quarters in range(4 if self._counts_activations else 1):
+                first = len(left) - len(left) * quarters // 4
+                yield [*left[:first], *kept[first:]]
 
     def _with_homes_as_they_are(self, instance: Instance) -> Instance:
         by_name = {name: unit for unit, name in self._names().items()}
@@ -897,6 +920,15 @@ def _activation_nbytes(units: Iterable[UnitProfile], choices: Iterable[Choice]) 
         else:
             again_nbytes = max(again_nbytes, 2 * unit.activation_nbytes)
     return live_nbytes + again_nbytes
+
+
+def _offload_shows_s(instance: Instance, index: int) -> float:
+    """Seconds of sending a unit's activations to DRAM and back that its neighbour's compute does not hide."""
+    machine, nbytes = instance.machine, instance.units[index].activation_nbytes
+    beside = instance.units[index + 1] if index + 1 < len(instance.units) else None
+    down_s, up_s = nbytes / machine.d2h_bytes_per_s, nbytes / machine.h2d_bytes_per_s
+    shows_s = max(0.0, down_s - beside.forward_s) + max(0.0, up_s - beside.backward_s) if beside else down_s + up_s
+    return shows_s + machine.overlap_loss_frac * (down_s + up_s)
 
 
 class _Table:
