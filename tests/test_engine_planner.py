@@ -788,3 +788,92 @@ def test_offload_is_declined_where_the_transfer_shows(bytes_per_s: float, wanted
         elif unit.activation_nbytes:
             assert has_offload == wanted, unit.name
     engine.close()
+
+
+class _OnCuda:
+    """A space that says it is a GPU's, for what the planner asks of it between steps."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, space: Any) -> None:
+        self._space = space
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._space, name)
+
+
+def _planner_on_cuda(engine: OffloadEngine) -> Any:
+    planner: Any = engine.core.planner
+    planner._space = _OnCuda(engine.core.space)
+    return planner
+
+
+def test_without_a_budget_plans_count_with_the_whole_gpu() -> None:
+    """The engine's part grows to what activations and what is beside them leave; with a budget nothing grows."""
+    engine = trained(loop=mlp_steps(4), budget=300 * KiB)
+    planner = _planner_on_cuda(engine)
+    account = engine.core.space.ledger[Tier.DEVICE]
+    planner._beside_nbytes = 10 * KiB
+    for budget, is_whole in ((300 * KiB, False), ("auto", True)):
+        planner._config = planner._config.replaced(device_budget=budget)
+        account.budget_nbytes = 300 * KiB
+        instance = planner._instance(planner.profile)
+        whole_nbytes = int(engine_planner._ALLOCATED_FRAC * 300 * KiB / engine_planner.CUDA_DEVICE_FRAC)
+        assert instance.device_budget_nbytes == (whole_nbytes - 10 * KiB if is_whole else 300 * KiB)
+        plan = planner._solve(instance)
+        planner._leave_room(instance, plan)
+        kept_nbytes = engine_planner._activation_nbytes(instance.units, [line.choice for line in plan.units])
+        room_nbytes = account.budget_nbytes - planner._space.kept_nbytes
+        assert room_nbytes + kept_nbytes <= max(instance.device_budget_nbytes, plan.peak_nbytes) + 1
+        assert (account.budget_nbytes > 300 * KiB) == is_whole
+        assert planner._with_peak(plan).forecast.device_peak_nbytes <= room_nbytes + kept_nbytes
+    engine.close()
+
+
+def test_rates_of_updates_beside_a_gpu() -> None:
+    """The first step's updates, which make state, say nothing there; then the reference machine's stand for them."""
+    engine = trained(loop=mlp_steps(2), budget="all")
+    planner = _planner_on_cuda(engine)
+    profiler, record = engine.core.profiler, engine_profiler._Update
+    machine = planner.profile.machine
+    profiler._updates = [record(0, 100, 0.0, 1.0, False)]
+    assumed = planner._with_update_rates(machine)
+    assert assumed.cpu_update_numel_per_s <= machine.cpu_update_numel_per_s
+    assert assumed.moments_later_frac == 1.0
+    profiler._updates += [record(1, 100, 2.0, 4.0, False), record(1, 100, 4.0, 5.0, True)]
+    seen = planner._with_update_rates(machine)
+    assert seen.cpu_update_numel_per_s == pytest.approx(50.0)
+    assert seen.moments_later_frac == pytest.approx(0.5)
+    assert seen.device_update_numel_per_s == machine.device_update_numel_per_s
+    engine.close()
+
+
+def test_a_step_is_as_long_as_the_device_takes() -> None:
+    """Where the host runs ahead its own clock would end the step before the device does."""
+
+    class Ahead:
+        counts_waits = True
+
+        def __init__(self) -> None:
+            self.at_s = 0.0
+
+        def mark(self) -> float:
+            self.at_s += 10.0
+            return self.at_s
+
+        def settle(self) -> None:
+            return None
+
+        def seconds(self, start: float, end: float) -> float:
+            return end - start
+
+        def take_peak_nbytes(self) -> None:
+            return None
+
+    profiler = engine_profiler.Profiler(CPU, stalled_s=lambda: 0.0, is_excluded=lambda _: False)
+    marks: Any = Ahead()
+    profiler._marks = marks
+    profiler.begin()
+    profiler.end_backward()
+    profiler.end_step()
+    assert [step.step_s for step in profiler.steps] == [20.0]
