@@ -877,3 +877,24 @@ def test_a_step_is_as_long_as_the_device_takes() -> None:
     profiler.end_backward()
     profiler.end_step()
     assert [step.step_s for step in profiler.steps] == [20.0]
+
+
+def test_a_plan_that_turns_out_slower_than_what_was_there_gives_way() -> None:
+    """What watched steps took stands for the placement that they had, whatever the model says of it."""
+    settings: dict[str, Any] = {"optimizer_kernel": "numba", "units": ("Dropping",), "update_on": "device"}
+    engine = trained(loop=mlp_steps(8), budget=200 * KiB, activations="keep", **settings)
+    planner = engine.core.planner
+    assert planner.profile is not None
+    instance = planner._instance(planner.profile)
+    trusted, _ = planner._fixed_plans(instance)
+    assert trusted is not None
+    lines = [(line.name, line.choice) for line in trusted.units]
+    planner._measured_s[engine_planner._placement_key(lines)] = trusted.forecast.step_s / 10
+    chosen = planner._solve(instance)
+    assert engine_planner._placement_key((line.name, line.choice) for line in chosen.units) == (
+        engine_planner._placement_key(lines)
+    )
+    assert chosen.forecast.step_s == trusted.forecast.step_s / 10
+    planner._growth = 2.0  # of another batch nothing is known
+    assert planner._solve(instance).forecast.step_s > trusted.forecast.step_s / 10
+    engine.close()

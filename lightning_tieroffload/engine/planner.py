@@ -77,7 +77,8 @@ _GROWTH_FRAC = 1.05  # a batch this much larger than the largest planned for ask
 _AFTER_OUT_OF_MEMORY_FRAC = 0.9
 _NUM_STEPS_TO_SETTLE = 2
 _MOST_MORE_STEPS = 2  # watched beyond profile_steps, where what is where has changed meanwhile
-_WORTH_MOVING_FRAC = 0.03  # what the model is off by must not move homes
+_WORTH_MOVING_FRAC = 0.01  # less than this is not worth moving homes for
+_WORTH_MOVING_AGAIN_FRAC = 0.03  # what the model is off by must not move them to and fro
 _SAME_NOTES = ("num_micro_batches", "activations")  # besides its key, what a profile must share with a job to serve it
 _PASS_BYTES_PER_NUMEL = 18.0  # DRAM traffic of one pass of two: see "Weights first" in docs/design.md
 _ALLOCATED_FRAC = 0.85  # of a whole GPU's memory; the rest is lost to the allocator's rounding and fragments
@@ -153,6 +154,7 @@ class Planner:
         self._growth = 1.0
         self._profiled_numel = 0
         self._laps_s: list[float] = []
+        self._measured_s: dict[object, float] = {}  # what watched steps took, by what was where in them
         self._baseline_s: float | None = None
         self._link_rates: dict[str, float] | None = None  # of large copies, when the plan had settled
         self._last_s: float | None = None
@@ -212,6 +214,7 @@ class Planner:
         self._last_s = now_s
         if [unit.index for unit in self._space.units] != self._planned_units:
             _log.info("units have come or gone: the next steps are watched, and the plan is made again")
+            self._measured_s.clear()
             self._watch()
         elif since == _NUM_STEPS_TO_SETTLE and self._has_refusals():
             self._replan("units that cannot be recomputed")
@@ -220,6 +223,7 @@ class Planner:
         elif (link := self._drifted_link()) is not None:
             _log.warning("%s: the next %d steps are watched, and the plan is made again", link, self._profile_steps)
             self._machine = None
+            self._measured_s.clear()
             self._watch()
 
     def _has_refusals(self) -> bool:
@@ -252,6 +256,7 @@ class Planner:
             "is made again",
             _NUM_DRIFT_STEPS, statistics.median(laps_s), self._baseline_s, self._profile_steps,
         )  # fmt: skip
+        self._measured_s.clear()
         return True
 
     def _drifted_link(self) -> str | None:
@@ -371,6 +376,7 @@ class Planner:
                 self._space.wait_update(unit)
         with _user_generator():
             now = self._make_profile(saved.machine)
+        self._measured_s.clear()  # the first step tells shapes, and no times
         is_same = saved.matches(now.units, now.batch_key, machine_name(self._space.device))
         if not is_same or any(saved.notes.get(key) != now.notes[key] for key in _SAME_NOTES):
             _log.info("the profile in trace_path is of another model, batch, machine or setting: measured again")
@@ -619,6 +625,7 @@ class Planner:
             forecast_s = simulate(Instance.from_profile(profile, **roomy), choices, self._space.prefetch_units).step_s
             if forecast_s <= step_s:
                 break
+        self._measured_s[_placement_key((u.name, c) for u, c in zip(profile.units, choices, strict=True))] = step_s
         self._beside_nbytes = max(line.workspace_nbytes for line in profile.units)
         rest = dataclasses.replace(profile.units[-1], forward_s=max(0.0, step_s - forecast_s) / self._num_micro)
         return dataclasses.replace(profile, units=(*profile.units[:-1], rest))
@@ -776,7 +783,8 @@ class Planner:
         found = rank_plans([plan for plan in (moves, *others) if plan is not None])
         if not found:
             return stays
-        if stays is not None and found[0].forecast.step_s > (1 - _WORTH_MOVING_FRAC) * stays.forecast.step_s:
+        least_frac = _WORTH_MOVING_FRAC if self.plan is None else _WORTH_MOVING_AGAIN_FRAC
+        if stays is not None and found[0].forecast.step_s > (1 - least_frac) * stays.forecast.step_s:
             return stays
         return found[0]
 
@@ -791,7 +799,14 @@ class Planner:
             _log.debug("%s", error)
             return None
         check_plan(instance, plan)
-        return plan
+        return self._as_measured(plan)
+
+    def _as_measured(self, plan: Plan) -> Plan:
+        """A placement that has been watched takes the time that it took, whatever the model thinks of it."""
+        step_s = self._measured_s.get(_placement_key((line.name, line.choice) for line in plan.units))
+        if step_s is None or self._growth != 1.0:
+            return plan
+        return dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, step_s=step_s))
 
     def _fixed_plans(self, instance: Instance) -> tuple[Plan | None, list[Plan]]:
         """What the engine's fixed policy would do beside activations that are kept, recomputed or offloaded.
@@ -872,7 +887,7 @@ class Planner:
 
         tables = CostTables(instance, instance.prefetch_units[-1])
         plan = plan_of(instance, tables, picks, planner=self._config.planner, note=note)
-        return with_forecast(instance, plan)
+        return self._as_measured(with_forecast(instance, plan))
 
     def _best_effort(self, instance: Instance, leaving: list[list[int]]) -> Plan:
         """Nothing fits by the model, which is more careful than the engine: whatever can leave leaves."""
@@ -920,6 +935,13 @@ def _activation_nbytes(units: Iterable[UnitProfile], choices: Iterable[Choice]) 
         else:
             again_nbytes = max(again_nbytes, 2 * unit.activation_nbytes)
     return live_nbytes + again_nbytes
+
+
+def _placement_key(lines: Iterable[tuple[str, Choice]]) -> object:
+    """What makes a placement's step what it is: parameters that stream stay here and there while there is room."""
+    return tuple(
+        (name, choice.state_home, choice.update_on, choice.activation) for name, choice in lines if name != REST
+    )
 
 
 def _offload_shows_s(instance: Instance, index: int) -> float:
