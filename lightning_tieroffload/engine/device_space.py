@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lightning_tieroffload.concepts import D2H, H2D, Ticket, Tier
+from lightning_tieroffload.concepts import D2H, H2D, Role, Ticket, Tier
 from lightning_tieroffload.engine.activations import ActivationStore
 from lightning_tieroffload.engine.host_space import HostSpace
 from lightning_tieroffload.engine.order import Phase, UseOrder
@@ -32,7 +32,15 @@ from lightning_tieroffload.engine.params import (
     ParamSlot,
 )
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket, Pairs, Streams, make_streams
-from lightning_tieroffload.engine.unit_state import Form, Part, UnitState, WireState
+from lightning_tieroffload.engine.unit_state import (
+    Form,
+    HostBlock,
+    OtherCopy,
+    Part,
+    Segment,
+    UnitState,
+    WireState,
+)
 from lightning_tieroffload.errors import CapacityError, TierOffloadError
 from lightning_tieroffload.residency import Ledger, ResidencyTable
 from lightning_tieroffload.sizes import format_nbytes
@@ -106,6 +114,8 @@ class DeviceSpace:
             moved_nbytes=self.moved_nbytes,
             no_overlap=no_overlap,
         )
+
+        self.host.find_copy = self._find_copy
 
     @property
     def lock(self) -> Any:
@@ -337,6 +347,27 @@ class DeviceSpace:
                 part.download = self.download([(part.home_flat, part.flat)], f"home ({part.name})")
                 self.host.note_use(unit.param_block, part.download)
 
+    def _find_copy(self, block: HostBlock, segment: Segment) -> OtherCopy | None:
+        """What the device holds of a segment on flash, for a read that is about to be ordered; None if not all of it.
+
+        Optimizer state of units on flash is never on the device, and a gradient that is in DRAM is nowhere else.
+        """
+        unit = block.unit
+        if block.role is not Role.PARAM:
+            return None
+        parts = [part for part in unit.home_parts if part.home_arena is segment.arena]
+        if not self._are_valid(parts):
+            is_split = unit.low is not None and unit.low.home_arena is segment.arena
+            parts = [part for part in unit.full_parts if is_split and part.castable]
+        return OtherCopy(parts, self._streams.download) if self._are_valid(parts) else None
+
+    def _are_valid(self, parts: Sequence[Part]) -> bool:
+        """Whether the device holds all of them, with content that is not older than any other."""
+        for part in parts:
+            if part.is_resident:
+                self._land(part)
+        return bool(parts) and all(part.is_resident and self.table.is_valid(part.shard, Tier.DEVICE) for part in parts)
+
     def home_written(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
         """The host has written to the home, which the caller had settled before, ``to_write``."""
         with self.lock:
@@ -375,7 +406,7 @@ class DeviceSpace:
         """The part's home is or will be written: what is on the device is old."""
         self.table.wrote(part.shard, Tier.DRAM)
         self._remember_versions(part)
-        if part.is_resident and not self._is_held(part):
+        if part.is_resident and not self._is_held(part) and not part.is_serving:
             self._evict(part)
 
     def order_update(
@@ -477,7 +508,8 @@ class DeviceSpace:
         """Bring stale device copies that something refers to up to date."""
         with self.lock:
             for part in unit.parts:
-                if part.is_resident and not self.table.is_valid(part.shard, Tier.DEVICE):
+                is_stale = part.is_resident and not self.table.is_valid(part.shard, Tier.DEVICE)
+                if is_stale and (self._is_held(part) or not part.is_serving):
                     self._upload(part)
                     self._land(part)
 
@@ -568,6 +600,9 @@ class DeviceSpace:
                 self._release_storage(part, leave=True)
 
     def _release_storage(self, part: Part, *, leave: bool = False) -> None:
+        for copy in part.serves:
+            copy.end()
+        part.serves = []
         part.upload.before_compute()
         if part.upload is not LANDED:
             part.home_read, part.upload = part.upload, LANDED
@@ -623,7 +658,7 @@ class DeviceSpace:
             if part.is_resident and not self._is_held(part)
         ]
         # Farthest next use first (the rule that is optimal for a known order); unknown counts as farthest.
-        return [part for _, part in sorted(found, key=lambda item: (item[1].is_pinned, item[0]))]
+        return [part for _, part in sorted(found, key=lambda item: (item[1].is_pinned, item[1].is_serving, item[0]))]
 
     def make_room(self, nbytes: int, *, keep: UnitState | None, what: str, must: bool = True) -> bool:
         """Evict until ``nbytes`` fit under the device budget. Without ``must`` False says that they do not."""
@@ -749,6 +784,7 @@ class DeviceSpace:
         """Start reading the homes of coming units from flash, further ahead than the device fetches."""
         if self.host.store is None:
             return
+        self.host.hold_served(may_wait=False)
         coming = [self._unit_at.get(index) for index, _ in self.order.coming(self.prefetch_units + 2)]
         self.host.read_ahead(
             unit.param_block

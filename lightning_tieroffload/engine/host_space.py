@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_tieroffload.concepts import READ, WRITE, Role, Ticket, Tier
-from lightning_tieroffload.engine.unit_state import HostBlock, Segment, UnitState
+from lightning_tieroffload.engine.unit_state import HostBlock, OtherCopy, Segment, UnitState
 from lightning_tieroffload.errors import CapacityError, InfeasiblePlanError, TierIOError
 from lightning_tieroffload.io.extent_store import ExtentStore
 from lightning_tieroffload.io.nvme_mover import NvmeMover
@@ -55,6 +55,7 @@ class HostNeed:
     state_nbytes: int
     grad_nbytes: int
     choice: Choice
+    stays: frozenset[Role] = frozenset()  # what is in DRAM for good: flash did not give it back once
     grad_spare_nbytes: int = 0  # what gradients take more while some come in another width than before
     is_whole: bool = False  # an optimizer reads the parameters and gradients of all such units at one time
 
@@ -96,6 +97,8 @@ def assign_homes(needs: Sequence[HostNeed], budget_nbytes: int, *, fixed_nbytes:
         for index in reversed(range(len(needs))):
             if at_home_nbytes() + _WANTED_UNITS * in_flight_nbytes() <= budget_nbytes:
                 return [need.choice for need in needs]
+            if role in needs[index].stays:
+                continue
             choice = _with_home(needs[index].choice, role, Tier.NVME)
             needs[index] = dataclasses.replace(needs[index], choice=choice)
     least_nbytes = at_home_nbytes() + in_flight_nbytes()
@@ -178,6 +181,9 @@ class HostSpace:
         self.room_nbytes = 0  # for blocks whose home is flash
         self.pass_nbytes = 0  # of it, what one unit's passes need at one time
         self.forward_nbytes = 0  # and its forward alone
+        self.least_nbytes = 0  # of it, what must be there at one time
+        # Who else holds what a segment on flash holds. Asked before it is read.
+        self.find_copy: Callable[[HostBlock, Segment], OtherCopy | None] = lambda block, segment: None
         self.used_nbytes = 0  # of it
         self.beside_nbytes = 0  # what DRAM holds beside it, when somebody last looked
         self.peak_nbytes = 0  # of both together
@@ -272,16 +278,39 @@ class HostSpace:
     def hold(self, block: HostBlock) -> None:
         """Bring the block in and keep it in DRAM from now on, outside the room of those that come and go."""
         self.bring_in(block, to_write=True)
-        self._uncharge(block, block.charged_nbytes)
         self.room_nbytes -= block.nbytes
-        self._paged.remove(block)
+        self._unlist(block)
         self._table.remove(block.shard)
         for segment in block.segments:
             self._forget(segment)
             segment.is_on_flash = False
-        block.home, block.is_dirty, block.is_resident = Tier.DRAM, False, False
+        block.home, block.is_dirty, block.is_resident, block.is_shown = Tier.DRAM, False, False, False
         block.read = block.write = block.gone = None
         block.unit.choice = _with_home(block.unit.choice, block.role, Tier.DRAM)
+
+    def hold_served(self, *, may_wait: bool = True) -> None:
+        """Blocks that flash did not give back, and another copy did, are at home in DRAM from now on, if there is room.
+
+        Without ``may_wait`` those alone that are there and not under way.
+        """
+        served = self._mover.served_elsewhere if self.store is not None else {}
+        for block in [block for block in self._paged if served and not block.stays]:
+            if not any(segment.name in served for segment in block.segments) or self._is_dead(block):
+                continue
+            if not may_wait and (not block.is_resident or self._pending(block)):
+                continue
+            block.stays = True
+            if self.room_nbytes - block.nbytes < self.least_nbytes:
+                _log.warning(
+                    "%s is not held in DRAM, though flash did not give it back: dram_budget (%s) has no room for %s "
+                    "more. Check the disk, or raise dram_budget.",
+                    block.shard,
+                    format_nbytes(self._account.budget_nbytes),
+                    format_nbytes(block.nbytes),
+                )
+                continue
+            self.hold(block)
+            _log.warning("%s is held in DRAM from now on, since flash did not give it back.", block.shard)
 
     # ------------------------------------------------------------------------------------------------- mappings
     def grow(self, block: HostBlock, arena: PinnedArena) -> None:
@@ -487,12 +516,21 @@ class HostSpace:
         if on_flash:
             self._table.begin(block.shard, READ)
             try:
-                reads = [
-                    self._mover.read(
-                        segment.name, segment.arena.memory(), priority=priority, urgent=urgent, after=opened
+                reads = []
+                for segment in on_flash:
+                    copy = self.find_copy(block, segment)
+                    reads.append(
+                        self._mover.read(
+                            segment.name,
+                            segment.arena.memory(),
+                            priority=priority,
+                            urgent=urgent,
+                            after=opened,
+                            otherwise=None if copy is None else copy.fill,
+                        )
                     )
-                    for segment in on_flash
-                ]
+                    if copy is not None:
+                        copy.read = reads[-1]
                 block.read = self._scheduler.when_all(reads, label=f"read {block.shard}")
                 self._note_move(block, Tier.DRAM, block.read)
             except BaseException:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.concepts import Role, Tier
 from lightning_tieroffload.config import TierOffloadConfig, resolve_budgets, visible_devices
 from lightning_tieroffload.engine import optimizer as optimizers
 from lightning_tieroffload.engine import torch_patches
@@ -219,6 +219,7 @@ class _Core:
         if self.store is not None and engine is not None:
             engine._assign_state(optimizer)
             with self.space.lock:
+                self.space.host.hold_served()
                 self.space.host.note_beside(engine._dram_nbytes() - self.space.host.used_nbytes)
 
     # ------------------------------------------------------------------------------------------------- the plan
@@ -323,7 +324,7 @@ class _Core:
             room_nbytes -= self.activation_nbytes
         elif least_nbytes:
             self.activation_nbytes = 0  # DRAM is what flash is short of: a plan recomputes instead
-        self.space.host.room_nbytes = room_nbytes
+        self.space.host.room_nbytes, self.space.host.least_nbytes = room_nbytes, least_nbytes
         on_flash = [need for need in needs if need.choice.param_home is Tier.NVME]
         self.space.host.forward_nbytes = max((need.param_nbytes for need in on_flash), default=0)
         self.space.host.pass_nbytes = least_room_nbytes(dataclasses.replace(need, state_nbytes=0) for need in needs)
@@ -1265,11 +1266,17 @@ def _need_of(unit: UnitState, state_nbytes: int, *, is_whole: bool) -> HostNeed:
     castable = frozenset(slot.name for slot in unit.slots if slot.castable)
     params = [(slot.name, slot.param) for slot in unit.slots]
     need = _need(unit.name, params, castable, unit.device, state_nbytes, unit.choice)
-    return dataclasses.replace(need, is_whole=is_whole)
+    stays = frozenset(block.role for block in unit.blocks if block.stays)
+    return dataclasses.replace(need, is_whole=is_whole, stays=stays)
 
 
 def _with_state_on_flash(needs: Sequence[HostNeed]) -> list[HostNeed]:
-    return [dataclasses.replace(need, choice=dataclasses.replace(need.choice, state_home=Tier.NVME)) for need in needs]
+    return [
+        need
+        if Role.STATE in need.stays
+        else dataclasses.replace(need, choice=dataclasses.replace(need.choice, state_home=Tier.NVME))
+        for need in needs
+    ]
 
 
 def _castable(spec: UnitSpec) -> frozenset[str]:

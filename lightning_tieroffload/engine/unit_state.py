@@ -22,8 +22,9 @@ from __future__ import annotations
 import bisect
 import enum
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +32,8 @@ from torch import nn
 
 from lightning_tieroffload.concepts import Role, Tier
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, set_raw_data
-from lightning_tieroffload.engine.streams import LANDED, CopyTicket
-from lightning_tieroffload.errors import CapacityError
+from lightning_tieroffload.engine.streams import LANDED, CopyTicket, Pairs
+from lightning_tieroffload.errors import CapacityError, ResidencyError
 from lightning_tieroffload.kernels.split import SplitMaster, merge_f32, num_tie_bytes, split_f32
 from lightning_tieroffload.memory.arena import PinnedArena
 from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, UpdatePlace
@@ -46,6 +47,7 @@ __all__ = [
     "GradPlace",
     "GradRecord",
     "HostBlock",
+    "OtherCopy",
     "Part",
     "Segment",
     "UnitState",
@@ -188,6 +190,42 @@ class BlockKeeper(Protocol):
     def shrink(self, block: HostBlock, arena: PinnedArena) -> None: ...
 
 
+class OtherCopy:
+    """Parts on the device that hold what a segment on flash holds, for a read that fails meanwhile.
+
+    ``fill`` runs in a lane's thread, ``end`` in one that holds the residency lock; neither waits for a disk.
+    """
+
+    def __init__(self, parts: Sequence[Part], download: Callable[[Pairs, str], CopyTicket]) -> None:
+        self.parts = tuple(parts)
+        self.read: Any = None  # the read that may need it
+        self._download = download
+        self._lock = threading.Lock()
+        self._is_off = False
+        for part in self.parts:
+            part.serves.append(self)
+
+    def is_over(self) -> bool:
+        return self._is_off or (self.read is not None and self.read.done())
+
+    def fill(self) -> None:
+        """Copy what the device holds to the home."""
+        with self._lock:
+            if self._is_off:
+                raise ResidencyError(f"{self.parts[0].name}: the device does not hold it any more.")
+            for part in self.parts:
+                part.home_read.wait()  # compute is ordered behind the upload, and this thread is not
+                pairs, landing = part.download_pairs()
+                self._download(pairs, f"home ({part.name})").wait()
+                if landing is not None:
+                    part.finish_download(landing)
+
+    def end(self) -> None:
+        """The device's memory goes."""
+        with self._lock:
+            self._is_off = True
+
+
 class Segment:
     """One mapping of a block; one shard of the store where its home is flash."""
 
@@ -247,6 +285,7 @@ class HostBlock:
         self.is_resident = False  # its pages are there, or ordered to be
         self.is_dirty = False  # the pages hold what no ordered write has taken to flash
         self.is_shown = False  # a user may hold its tensors and have written to them
+        self.stays = False  # flash did not give it back once, and another copy served: at home in DRAM for good
         self.charged_nbytes = 0
         self.read: Any = None  # what the pages' content comes with
         self.write: Any = None  # the last write to flash
@@ -357,6 +396,14 @@ class Part:
         # The last upload, landed or not: landing orders compute behind it, and the host runs ahead of both. So who
         # writes the home on the host waits for it. See [Note: happens-before] in streams.py.
         self.home_read: CopyTicket = LANDED
+        self.serves: list[OtherCopy] = []  # reads from flash that may fail
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a read from flash, under way, may have to be served from what the device holds."""
+        if self.serves:
+            self.serves = [copy for copy in self.serves if not copy.is_over()]
+        return bool(self.serves)
 
     @property
     def charged_nbytes(self) -> int:

@@ -149,7 +149,10 @@ class NvmeMover:
             error = pieces.failure or error
             if otherwise is None or isinstance(error, WorkCancelledError):
                 raise error
-            otherwise()
+            try:
+                otherwise()
+            except BaseException as failure:  # the other copy is gone, say: then flash's own error is the news
+                raise error from failure
             count = self._served_elsewhere[name] = self._served_elsewhere.get(name, 0) + 1
             if count == 1:
                 _log.warning("%s could not be read from flash and was served from its other copy: %s", name, error)
