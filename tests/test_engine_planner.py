@@ -898,3 +898,16 @@ def test_a_plan_that_turns_out_slower_than_what_was_there_gives_way() -> None:
     planner._growth = 2.0  # of another batch nothing is known
     assert planner._solve(instance).forecast.step_s > trusted.forecast.step_s / 10
     engine.close()
+
+
+def test_a_placement_of_the_engines_own_fetches_as_far_ahead_as_fits() -> None:
+    engine = trained(loop=mlp_steps(4), budget=200 * KiB, activations="keep")
+    planner = engine.core.planner
+    assert planner.profile is not None
+    instance = dataclasses.replace(planner._instance(planner.profile), prefetch_units=(3, 1))
+    picks = planner._leaving(instance)[0]
+    assert planner._plan_of(instance, picks, note="").prefetch_units == 3
+    need_nbytes = planner._plan_of(instance, picks, note="").peak_nbytes
+    tight_nbytes = need_nbytes - engine.units[0].nbytes
+    assert planner._plan_of(instance.with_budget(Tier.DEVICE, tight_nbytes), picks, note="").prefetch_units == 1
+    engine.close()

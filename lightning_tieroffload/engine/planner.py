@@ -77,6 +77,7 @@ _GROWTH_FRAC = 1.05  # a batch this much larger than the largest planned for ask
 _AFTER_OUT_OF_MEMORY_FRAC = 0.9
 _NUM_STEPS_TO_SETTLE = 2
 _MOST_MORE_STEPS = 2  # watched beyond profile_steps, where what is where has changed meanwhile
+_SOLVER_LIMIT_S = 2.0  # a solve; training waits meanwhile
 _WORTH_MOVING_FRAC = 0.01  # less than this is not worth moving homes for
 _WORTH_MOVING_AGAIN_FRAC = 0.03  # what the model is off by must not move them to and fro
 _SAME_NOTES = ("num_micro_batches", "activations")  # besides its key, what a profile must share with a job to serve it
@@ -794,7 +795,7 @@ class Planner:
         if not any(self._fits(instance, picks) for picks in self._leaving(instance)):
             return None  # the solver would take long to say by how much
         try:
-            plan = best_plan(instance, self._config.planner)
+            plan = best_plan(instance, self._config.planner, time_limit_s=_SOLVER_LIMIT_S)
         except (InfeasiblePlanError, CapacityError) as error:
             _log.debug("%s", error)
             return None
@@ -829,13 +830,11 @@ class Planner:
             if tuple(picks) in seen:
                 continue
             seen.add(tuple(picks))
-            is_its_own = not self._counts_activations
-            if is_its_own or self._fits(instance, picks):
-                plan = self._plan_of(instance, picks, note="the engine's fixed policy")
-                if is_its_own and trusted is None:
-                    trusted = plan
-                else:
-                    plans.append(plan)
+            note = "the engine's fixed policy"
+            if trusted is None and not self._counts_activations:
+                trusted = self._plan_of(instance, picks, note=note, distances=(self._space.prefetch_units,))
+            elif self._fits(instance, picks):
+                plans.append(self._plan_of(instance, picks, note=note))
         return trusted, plans
 
     def _uniform_activations(self, instance: Instance) -> Iterable[list[int]]:
@@ -882,10 +881,15 @@ class Planner:
         cost = CostTables(instance, instance.prefetch_units[-1]).cost(picks)
         return all(cost.peak_nbytes(tier) <= instance.budget_nbytes(tier) for tier in Tier)
 
-    def _plan_of(self, instance: Instance, picks: list[int], *, note: str) -> Plan:
+    def _plan_of(
+        self, instance: Instance, picks: list[int], *, note: str, distances: tuple[int, ...] | None = None
+    ) -> Plan:
         from lightning_tieroffload.planning.simulator import with_forecast
 
-        tables = CostTables(instance, instance.prefetch_units[-1])
+        # As far ahead as fits: what fits at none runs with the least, whatever the model finds tight.
+        for tables in (CostTables(instance, distance) for distance in distances or instance.prefetch_units):
+            if tables.cost(picks).device_peak_nbytes <= instance.device_budget_nbytes:
+                break
         plan = plan_of(instance, tables, picks, planner=self._config.planner, note=note)
         return self._as_measured(with_forecast(instance, plan))
 

@@ -31,6 +31,8 @@ from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch is there
 
+import torch
+
 from lightning_tieroffload.cli.bench_train import run_job
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.errors import TierOffloadError
@@ -80,6 +82,8 @@ def run(settings: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
     except (TierOffloadError, RuntimeError) as error:  # out of memory is a RuntimeError
         found = {"error": f"{type(error).__name__}: {error}"}
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return {"settings": settings, "took_s": time.perf_counter() - start_s, **found}
 
 
