@@ -273,6 +273,7 @@ class TierOffloadConfig:
     checkpoint_format: str = "full"
     debug: frozenset[str] = frozenset()
     trace_path: str | None = None
+    trace_steps: int = 3
     # Which settings somebody chose; `merged_over` must tell a chosen "auto" from one that nobody mentioned.
     _chosen: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
 
@@ -302,6 +303,7 @@ class TierOffloadConfig:
         checkpoint_format: str | None = None,
         debug: str | Iterable[str] | None = None,
         trace_path: str | os.PathLike[str] | None = None,
+        trace_steps: int | str | None = None,
         **unknown: object,
     ) -> None:
         # The signature is for people and editors; `_READERS` is the schema, and a test holds the two together.
@@ -419,6 +421,7 @@ _READERS: dict[str, _Reader] = {
     "checkpoint_format": _choice_reader("full", "sharded"),
     "debug": _debug,
     "trace_path": _optional_directory,
+    "trace_steps": _integer_reader(0, 1000),
 }
 _DEFAULTS: dict[str, object] = {entry.name: entry.default for entry in dataclasses.fields(TierOffloadConfig)}
 

@@ -14,9 +14,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_tieroffload.gaps import StepGaps
 from lightning_tieroffload.sizes import format_nbytes
 
-__all__ = ["LINKS", "TIERS", "format_seconds", "moved_table", "plan_table", "render_report", "tiers_table"]
+__all__ = [
+    "LINKS",
+    "TIERS",
+    "format_seconds",
+    "gaps_table",
+    "moved_table",
+    "plan_table",
+    "render_report",
+    "tiers_table",
+]
 
 TIERS = ("device", "dram", "nvme")
 LINKS = {
@@ -210,6 +220,26 @@ def plan_table(plan: Any, *, title: str = "Plan") -> Table:
     if not rows:
         table.add_column("no unit has been planned")
     return table
+
+
+def gaps_table(steps: Iterable[StepGaps], *, most: int = 5) -> RenderableType:
+    """Of each step how long compute was busy, and what it waited for: by cause, and in the longest gaps."""
+    parts: list[RenderableType] = []
+    for step in steps:
+        table = _table(
+            f"{step.name}: {format_seconds(step.step_s)}, compute {format_seconds(step.busy_s)} "
+            f"({step.busy_s / step.step_s if step.step_s else 0:.0%}), idle {format_seconds(step.idle_s)}",
+            *("longest gaps, waiting for", "of it", "gap", "at"),
+        )
+        for gap in step.gaps[:most]:
+            cells = (format_seconds(gap.cause_s), format_seconds(gap.seconds), format_seconds(gap.at_s))
+            table.add_row(Text(gap.cause), *cells)
+        causes = ", ".join(f"{format_seconds(seconds)} {cause}" for cause, seconds in step.by_cause()[:most])
+        if causes:
+            table.caption = Text(f"idle in all: {causes}")
+            table.caption_justify = "left"
+        parts.append(table)
+    return Group(*parts) if parts else Text("The timeline holds no whole step.")
 
 
 def _column_title(key: str) -> str:

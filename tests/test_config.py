@@ -48,6 +48,7 @@ VALID: dict[str, object] = {
     "checkpoint_format": "sharded",
     "debug": ["poison", "delays"],
     "trace_path": "/tmp/trace",
+    "trace_steps": 5,
 }
 WRONG: dict[str, list[object]] = {
     "device_budget": [-1, True, "8 GGB", {"a": 1}, [1], float("nan"), float("inf"), "", "-3GiB"],
@@ -73,6 +74,7 @@ WRONG: dict[str, list[object]] = {
     "checkpoint_format": ["zip", 1],
     "debug": ["poisn", ["poison", "x"], 3, {"poison": True}, True],
     "trace_path": [3, {"a": 1}, __file__],
+    "trace_steps": [-1, 1.5, "all", True, 10**6],
 }
 
 

@@ -36,7 +36,7 @@ def ticket_after(after_s: float) -> tuple[_CudaTicket, FakeEvent, list[tuple[str
     pairs = [(torch.empty(256), torch.empty(256))]
     made: Any = event
     ticket = _CudaTicket(
-        made, torch.device("cuda", 3), pairs, lambda kind, s: stalls.append((kind, s)), "h2d", "fetch (h.7)"
+        made, torch.device("cuda", 3), pairs, lambda kind, s, _: stalls.append((kind, s)), "h2d", "fetch (h.7)"
     )
     return ticket, event, stalls
 

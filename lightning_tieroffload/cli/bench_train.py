@@ -16,6 +16,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -30,6 +31,8 @@ from lightning_tieroffload.errors import ConfigError
 from lightning_tieroffload.io.probe import probe_path
 from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape
 from lightning_tieroffload.sizes import GiB, MiB, parse_nbytes
+from lightning_tieroffload.strategies.face import TIMELINE_FILE_NAME
+from lightning_tieroffload.whole_file import write_whole
 
 __all__ = ["bench_train", "run_job"]
 
@@ -58,6 +61,9 @@ def bench_train(
     probe_seconds: float = typer.Option(1.0, help="With flash: seconds for each figure of the disk, before and after."),
     deterministic: bool = typer.Option(False, help="Use torch's deterministic algorithms, to compare runs bit by bit."),
     as_json: bool = typer.Option(False, "--json", help="Only the JSON lines."),
+    trace: str = typer.Option(
+        "", help="Write the timeline of the last steps (Chrome trace, trace_steps) to this file."
+    ),
 ) -> None:
     """Measure training steps of a Llama shape with random weights."""
     config, rest = take_settings(list(ctx.args))
@@ -77,7 +83,7 @@ def bench_train(
         "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed, "recompute": recompute,
         "deterministic": deterministic, "probe_s": probe_seconds, "config": config.to_json(),
     }  # fmt: skip
-    ours = _in_a_process(job)
+    ours = _traced(job, config, trace) if trace else _in_a_process(job)
     if against == "resident":
         resident = _in_a_process({**job, "face": "resident", "cap": ""})
         print(json.dumps(resident))
@@ -93,6 +99,22 @@ def bench_train(
 
 
 bench_train.__doc__ = f"{bench_train.__doc__} {SETTINGS_HELP}"
+
+
+def _traced(job: dict[str, Any], config: TierOffloadConfig, path: str) -> dict[str, Any]:
+    """The run, and its timeline in ``path`` even where it fails."""
+    if job["face"] == "resident":
+        raise ConfigError(
+            "--trace shows what the engine does, and the resident run has none: leave one of the two out."
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            return _in_a_process({**job, "config": config.replaced(trace_path=directory).to_json()})
+        finally:
+            made = os.path.join(directory, TIMELINE_FILE_NAME)
+            if os.path.exists(made):
+                with open(made, encoding="utf-8") as file:
+                    write_whole(path, file.read())
 
 
 def _in_a_process(job: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Floor 8. `tieroffload report`: a run report, read from disk and shown as tables."""
+"""Floor 8. `tieroffload report`: a run report or a timeline, read from disk and shown as tables."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +12,11 @@ from rich.console import Console
 
 from lightning_tieroffload.cli.options import print_json
 from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.gaps import StepGaps, gaps_of
 from lightning_tieroffload.io.endurance import rated_nbytes_of_tbw, with_rating
-from lightning_tieroffload.report import render_report
+from lightning_tieroffload.report import gaps_table, render_report
 
-__all__ = ["read_report", "report"]
+__all__ = ["read_report", "read_timeline", "report"]
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -37,8 +39,32 @@ def read_report(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_timeline(path: Path) -> dict[str, Any]:
+    """The timeline in `path`, which is a file or the directory that a run wrote with `trace_path`.
+
+    Raises:
+        ConfigError: there is none, or it is not one.
+    """
+    file = path / "timeline.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as a timeline: {error}.") from None
+    if not isinstance(content, dict) or "compute" not in content.get("otherData", {}):
+        raise ConfigError(f"{file} is not a timeline of tieroffload: it does not say where compute was.")
+    return content
+
+
+def _longest(step: StepGaps, most: int) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(gap) for gap in step.gaps[:most]]
+
+
 def report(
-    path: Annotated[Path, typer.Argument(help="report.json, or the directory that trace_path named.")],
+    path: Annotated[Path | None, typer.Argument(help="report.json, or the directory that trace_path named.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Of this timeline: what compute waited for in each step, the longest gaps.")
+    ] = None,
+    gaps: Annotated[int, typer.Option(min=1, help="How many gaps of a step.")] = 5,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as it is.")] = False,
     plan: Annotated[bool, typer.Option(help="Show the plan too.")] = True,
     rated_tbw: Annotated[
@@ -46,7 +72,16 @@ def report(
         typer.Option(min=0, help="Rated writes of the drive in terabytes (TBW), for how long it lasts at this rate."),
     ] = None,
 ) -> None:
-    """Show the report of a run: bytes moved, peak against budget, stalls, steps and the plan."""
+    """Show the report of a run: bytes moved, peak against budget, stalls, steps and the plan; or a timeline's gaps."""
+    if trace is not None:
+        steps = gaps_of(read_timeline(trace))
+        if json_:
+            print_json({"steps": [{**dataclasses.asdict(step), "gaps": _longest(step, gaps)} for step in steps]})
+        else:
+            Console().print(gaps_table(steps, most=gaps))
+        return
+    if path is None:
+        raise ConfigError("Name report.json or the directory that trace_path named, or a timeline with --trace.")
     content = read_report(path)
     if rated_tbw is not None:
         content["endurance"] = with_rating(content.get("endurance") or {}, rated_nbytes_of_tbw(rated_tbw))

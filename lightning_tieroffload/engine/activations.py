@@ -44,8 +44,8 @@ class _Saved:
     """One offloaded tensor: its DRAM copy, and what is needed to make it again."""
 
     __slots__ = (
-        "__weakref__", "block", "counter", "device", "download", "dtype", "host", "nbytes", "original", "place",
-        "requested", "shape", "stride", "upload", "version",
+        "__weakref__", "block", "counter", "device", "download", "dtype", "host", "label", "nbytes", "original",
+        "place", "requested", "shape", "stride", "upload", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, block: Block, nbytes: int, place: int) -> None:
@@ -58,6 +58,7 @@ class _Saved:
             self.counter = tensor.detach()
             self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.host: torch.Tensor
+        self.label = "activation"
         self.download: CopyTicket = LANDED
         self.upload: CopyTicket = LANDED
         self.requested: torch.Tensor | None = None  # on its way back, or back already
@@ -93,6 +94,7 @@ class ActivationStore:
         streams: who copies. Copies back are ordered two handles ahead, in reverse order of saving.
         headroom_nbytes: asked before host memory grows: bytes left of dram_budget; None where there is no budget.
         must_fit: whether a tensor that has no room is an error; else it stays on the device.
+        unit_now: the name of the unit that computes.
         is_excluded: whether a storage (by ``untyped_storage()._cdata``) must stay: buffers, parameters.
     """
 
@@ -105,6 +107,7 @@ class ActivationStore:
         must_fit: bool = True,
         is_excluded: Callable[[int], bool] = lambda _: False,
         on_moved: Callable[[str, int], None] = lambda *_: None,
+        unit_now: Callable[[], str] = lambda: "",
         num_ahead: int = 2,
         poison: bool = False,
     ) -> None:
@@ -115,6 +118,7 @@ class ActivationStore:
         self._must_fit = must_fit
         self._is_excluded = is_excluded
         self._on_moved = on_moved
+        self._unit_now = unit_now
         self._num_ahead = num_ahead
         self._lock = threading.RLock()
         self._arenas: list[PinnedArena] = []
@@ -156,7 +160,8 @@ class ActivationStore:
         self._next_place += 1
         saved.host = block.tensor(tensor.dtype, (span,))
         flat = tensor.detach().as_strided((span,), (1,))
-        saved.download = self._streams.download([(saved.host, flat)], "activation")
+        saved.label = f"activation ({self._unit_now()})"
+        saved.download = self._streams.download([(saved.host, flat)], saved.label)
         self._on_moved("d2h", nbytes)
         self._in_order[saved.place] = saved
         self.leased_nbytes += nbytes
@@ -215,7 +220,7 @@ class ActivationStore:
             with torch._C._InferenceMode(False):
                 saved.requested = torch.empty(saved.host.numel(), dtype=saved.dtype, device=saved.device)
             pairs: Pairs = [(saved.requested, saved.host)]
-            saved.upload = self._streams.upload(pairs, "activation")
+            saved.upload = self._streams.upload(pairs, saved.label)
             self._on_moved("h2d", saved.nbytes)
 
     def mapped_nbytes(self) -> int:

@@ -44,6 +44,7 @@ from lightning_tieroffload.engine.unit_state import (
 from lightning_tieroffload.errors import CapacityError, TierOffloadError
 from lightning_tieroffload.residency import Ledger, ResidencyTable
 from lightning_tieroffload.sizes import format_nbytes
+from lightning_tieroffload.trace import TraceRecorder
 
 __all__ = ["DeviceSpace"]
 
@@ -60,6 +61,7 @@ class DeviceSpace:
         poison: fill device memory with NaN before it is written, so that a missing wait shows.
         no_overlap: wait for every copy at once.
         delay_seed: put copies off as long as possible (host only); see ``streams.DelayedStreams``.
+        trace: who records what runs when; None where nobody does.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class DeviceSpace:
         poison: bool,
         no_overlap: bool,
         delay_seed: int | None,
+        trace: TraceRecorder | None = None,
     ) -> None:
         self.device = device
+        self.trace = trace
         self.table = ResidencyTable()
         self.ledger = Ledger(budget_nbytes)
         self.order = UseOrder()
@@ -92,7 +96,7 @@ class DeviceSpace:
         self.on_saved: Callable[[torch.Tensor], None] | None = None  # told of each saved tensor that is no parameter
         self.num_prefetch_misses = 0
         self.num_fetches = 0
-        self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed)
+        self._streams: Streams = make_streams(device, on_stall=self.add_stall, delay_seed=delay_seed, trace=trace)
         self._pid = os.getpid()
         # Gradients give room: first those on their way down, behind their copies; with True also those that wait on the
         # device for an update. False where there is nothing left to give.
@@ -145,13 +149,24 @@ class DeviceSpace:
             headroom_nbytes=headroom_nbytes,
             must_fit=must_fit,
             on_moved=on_moved,
+            unit_now=self._name_of_last_use,
             poison=self.poison,
         )
 
-    def add_stall(self, kind: str, seconds: float) -> None:
-        """Count what compute waited; what a worker waits for is its work's business, and nobody's stall by itself."""
+    def _name_of_last_use(self) -> str:
+        unit = self._unit_at.get(self.order.last[0]) if self.order.last is not None else None
+        return unit.name if unit is not None else ""
+
+    def add_stall(self, kind: str, seconds: float, what: str = "") -> None:
+        """Count what compute waited; what a worker waits for is its work's business, and nobody's stall by itself.
+
+        Called when the waiting ends. ``what`` was waited for, with the unit's name, for the timeline.
+        """
         if not self.is_worker():
             self.stall_s[kind] += seconds
+            if self.trace is not None:
+                now_s = time.perf_counter()
+                self.trace.add("stalls", what or kind, now_s - seconds, now_s)
 
     def check_process(self) -> None:
         """A forked child has neither the threads nor the mapped memory of its parent."""
@@ -310,7 +325,7 @@ class DeviceSpace:
             if not update.done():
                 start_s = time.perf_counter()
                 update.wait()
-                self.add_stall("update", time.perf_counter() - start_s)
+                self.add_stall("update", time.perf_counter() - start_s, getattr(update, "label", ""))
             else:
                 update.wait()
 

@@ -109,10 +109,14 @@ class DeviceUpdates:
         fresh = {part for part, slots in fresh_slots.items() if part.given_tensors().keys() <= slots}
 
         def launch() -> None:
+            trace = self._space.trace
+            begin = trace.mark() if trace is not None else None
             new = {(id(source), kind) for source, kind in made}
             for source, of_kind in zip(sources, views, strict=True):
                 is_new = any((id(source), kind) in new for kind in of_kind)
                 self._launch(unit, source, of_kind, is_new=is_new)
+            if trace is not None:
+                trace.add("compute", f"update ({unit.name})", begin, trace.mark())
 
         is_ordered = False
         try:

@@ -41,6 +41,12 @@ def fits_host(slot: ParamSlot, grad: torch.Tensor) -> bool:
     )
 
 
+def _label(slot: ParamSlot, what: str = "gradient") -> str:
+    """A transfer's, for people: with the unit's name, which most parameters' names begin with."""
+    unit: str = slot.unit.name
+    return f"{what} ({slot.name if slot.name.startswith(f'{unit}.') else f'{unit}: {slot.name}'})"
+
+
 class Gradients:
     """The gradients of one device space. Called from the training thread and from autograd's threads."""
 
@@ -202,16 +208,14 @@ class Gradients:
                 before = target
             if grad.device.type != "cpu":  # what was there before comes up for the addition
                 self._space.make_room(before.nbytes, keep=unit, what="gradient", must=False)
-            record.ticket, record.norms = self._space.add_down(
-                target, before, grad, self.norm_types, f"gradient ({slot.name})"
-            )
+            record.ticket, record.norms = self._space.add_down(target, before, grad, self.norm_types, _label(slot))
             record.norms_ticket = record.ticket
             self._space.host.note_use(unit.grad_block, record.ticket)
             return grad.nbytes + before.nbytes
         sent = grad if wire_dtype is None or grad.device.type == "cpu" else grad.to(wire_dtype)
         host = unit.host_grad(slot, wire_dtype)
         record.ticket.wait()  # a gradient that was cleared before it was used may still be on its way to the block
-        record.ticket = self._space.download([(host, sent)], f"gradient ({slot.name})")
+        record.ticket = self._space.download([(host, sent)], _label(slot))
         self._space.host.note_use(unit.grad_block, record.ticket)
         record.place = GradPlace.HOST
         record.is_wire = wire_dtype is not None
@@ -294,7 +298,7 @@ class Gradients:
         self._to_write(unit)
         host = unit.host_grad(slot, kept.dtype if record.is_wire else None)
         record.ticket.wait()
-        record.ticket = self._space.download([(host, kept)], f"gradient ({slot.name})")
+        record.ticket = self._space.download([(host, kept)], _label(slot))
         record.ticket.before_compute()
         self._space.host.note_use(unit.grad_block, record.ticket)
         record.kept, record.place = None, GradPlace.HOST
@@ -346,7 +350,7 @@ class Gradients:
             else:
                 host = self.host_value(slot)
                 grad = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self._space.device)
-                self._space.upload([(grad, host)], f"gradient ({slot.name})").wait()
+                self._space.upload([(grad, host)], _label(slot)).wait()
             if fresh is not None:
                 grad.add_(fresh)
             set_raw_grad(slot.param, grad)
@@ -468,7 +472,7 @@ class Gradients:
             grad = host
             if self._space.device.type != "cpu":
                 grad = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=self._space.device)
-                self._space.upload([(grad, host)], f"gradient norm ({slot.name})").before_compute()
+                self._space.upload([(grad, host)], _label(slot, "gradient norm")).before_compute()
             result: torch.Tensor = torch.linalg.vector_norm(grad, norm_type)
             record.norms[norm_type] = result
             return result
@@ -562,7 +566,7 @@ class Gradients:
         if grad is None:
             return LANDED, host, []
         record.ticket.wait()
-        ticket = self._space.download([(host, grad.detach())], f"gradient ({slot.name})")
+        ticket = self._space.download([(host, grad.detach())], _label(slot))
         self._space.host.note_use(unit.grad_block, ticket)
         # The tensor stays the user's, who may write to it at once (zero_grad(set_to_none=False)): only behind the copy.
         ticket.before_compute()

@@ -153,7 +153,7 @@ class HostSpace:
     Args:
         next_uses: unit index to its position among the coming uses, as predicted.
         next_updates: unit index to its position among the updates of the coming step, as predicted.
-        add_stall: told of seconds that the calling thread waited.
+        add_stall: told of seconds that the calling thread waited, and for what.
         moved_nbytes: where bytes are counted.
     """
 
@@ -164,7 +164,7 @@ class HostSpace:
         *,
         next_uses: Callable[[], dict[int, int]],
         next_updates: Callable[[], dict[int, int]],
-        add_stall: Callable[[str, float], None],
+        add_stall: Callable[[str, float, str], None],
         moved_nbytes: dict[str, int],
         no_overlap: bool,
     ) -> None:
@@ -826,7 +826,7 @@ class HostSpace:
             self._scheduler.expedite(ticket)
         start_s = time.perf_counter()
         ticket.wait(0.0 if self.is_stuck else None)
-        self._add_stall(kind, time.perf_counter() - start_s)
+        self._add_stall(kind, time.perf_counter() - start_s, getattr(ticket, "label", ""))
 
     def _wait_all(self, tickets: Iterable[Any], kind: str) -> None:
         for ticket in tickets:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_tieroffload.engine.activations import ActivationStore
+from lightning_tieroffload.engine.compute_trace import ComputeTrace
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.order import Phase
@@ -54,7 +55,7 @@ def _outside_transforms() -> Iterator[None]:
 
 
 class _Frame:
-    __slots__ = ("error", "has_pushed", "is_profiled", "module", "opened", "region")
+    __slots__ = ("error", "has_pushed", "is_profiled", "module", "opened", "region", "window")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -62,6 +63,7 @@ class _Frame:
         self.has_pushed = False
         self.region: Region | None = None
         self.is_profiled = False
+        self.window: tuple[str, Any] | None = None  # in the timeline: the unit and when its forward began
         self.error = sys.exc_info()[1]  # that is being handled already
 
 
@@ -145,12 +147,14 @@ class ModuleHooks:
         offloads_all: bool,
         profiler: Profiler,
         planner: Planner,
+        trace: ComputeTrace | None,
     ) -> None:
         self._space = space
         self._gradients = gradients
         self._activations = activations
         self._profiler = profiler
         self._planner = planner
+        self._trace = trace
         self._everywhere = activations if offloads_all else None
         self._recompute: dict[UnitState, Recompute] = {}
         self._watch = watch  # called when a unit opens with gradients on: registers what is missing
@@ -190,13 +194,21 @@ class ModuleHooks:
                 self._profile(frame, units, args, kwargs, again)
             pair = (region.pack, region.unpack) if region is not None else None
             frame.has_pushed = push_hooks(self._space, self._gradients.on_unpack, store, pair)
+        if self._trace is not None:
+            own = self._unit_whose_time_it_is(frame, units, [other.window is not None for other in frames])
+            if own is not None:
+                frame.window = own.name, self._trace.begin(in_backward=self._gradients.in_backward())
 
-    def _profile(self, frame: _Frame, units: Sequence[UnitState], args: Any, kwargs: Any, again: bool) -> None:
+    @staticmethod
+    def _unit_whose_time_it_is(
+        frame: _Frame, units: Sequence[UnitState], are_counted: Sequence[bool]
+    ) -> UnitState | None:
         """A unit's time is that of its root; what has no root counts where no unit around it does."""
         own = next((unit for unit in units if unit.root is frame.module), None)
-        is_inside = any(other.is_profiled for other in self._frames())
-        if own is None and not is_inside:
-            own = next(iter(units), None)
+        return next(iter(units), None) if own is None and not any(are_counted) else own
+
+    def _profile(self, frame: _Frame, units: Sequence[UnitState], args: Any, kwargs: Any, again: bool) -> None:
+        own = self._unit_whose_time_it_is(frame, units, [other.is_profiled for other in self._frames()])
         if own is not None and (again or not self._gradients.in_backward()):
             frame.is_profiled = True
             self._profiler.enter(own, (args, kwargs), is_rerun=again)
@@ -302,6 +314,8 @@ class ModuleHooks:
         if not frames or frames[-1].module is not module:
             return  # our hook before forward never ran (another one raised first)
         frame = frames.pop()
+        if frame.window is not None and self._trace is not None:
+            self._trace.end(*frame.window, result, in_backward=self._gradients.in_backward())
         if frame.is_profiled:
             self._profiler.leave(result)
         error = sys.exc_info()[1] if result is None and not frames else None

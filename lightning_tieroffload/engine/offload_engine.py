@@ -28,6 +28,7 @@ from lightning_tieroffload.concepts import Role, Tier
 from lightning_tieroffload.config import TierOffloadConfig, resolve_budgets, visible_devices
 from lightning_tieroffload.engine import optimizer as optimizers
 from lightning_tieroffload.engine import torch_patches
+from lightning_tieroffload.engine.compute_trace import ComputeTrace
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.device_updates import assign_device_units, choose_device_units
 from lightning_tieroffload.engine.gradients import Gradients
@@ -47,6 +48,7 @@ from lightning_tieroffload.engine.planner import Placement, Planner, homes_of
 from lightning_tieroffload.engine.profiler import Profiler
 from lightning_tieroffload.engine.reach import inner_optimizers
 from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
+from lightning_tieroffload.engine.streams import make_clock
 from lightning_tieroffload.engine.unit_state import CAUTIOUS, GradPlace, UnitState
 from lightning_tieroffload.engine.units import UnitSpec, find_units
 from lightning_tieroffload.engine.wire import Wire
@@ -61,9 +63,10 @@ from lightning_tieroffload.io.endurance import EnduranceMeter
 from lightning_tieroffload.io.extent_store import ExtentStore
 from lightning_tieroffload.io.nvme_mover import NvmeMover
 from lightning_tieroffload.io.probe import probe_settings
-from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
+from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler, WorkRecord
 from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, UpdatePlace
 from lightning_tieroffload.sizes import GiB, MiB, format_nbytes, round_up
+from lightning_tieroffload.trace import TraceRecorder
 
 __all__ = ["OffloadEngine", "engine_of", "spec_nbytes"]
 
@@ -94,6 +97,10 @@ class _Core:
             adopted_device_nbytes=0 if on_host else adopted_nbytes,
         )
         delays = self.delay_seed if "delays" in config.debug and on_host else None
+        self.trace: TraceRecorder | None = None
+        if config.trace_path is not None and config.trace_steps > 0:
+            self.trace = TraceRecorder(config.trace_steps, make_clock(device))
+        self.compute_trace = ComputeTrace(self.trace, is_one_stream=not on_host) if self.trace is not None else None
         self.space = DeviceSpace(
             device,
             {Tier.DEVICE: budgets.device_nbytes, Tier.DRAM: budgets.dram_nbytes, Tier.NVME: budgets.nvme_nbytes},
@@ -101,6 +108,7 @@ class _Core:
             poison="poison" in config.debug,
             no_overlap="no_overlap" in config.debug,
             delay_seed=delays,
+            trace=self.trace,
         )
         self.wire = Wire(self.space)
         torch_patches.when_autocast_ends(self.wire.drop_casts)
@@ -134,7 +142,12 @@ class _Core:
             )
             self._drives = EnduranceMeter(self.store.paths)
             lanes += [PAGES_LANE, *NvmeMover.lane_specs(len(self.store.paths), io_threads=io_threads)]
-        self.scheduler = Scheduler(lanes, timeout_s=config.io_timeout_s, debug_seed=delays)
+        self.scheduler = Scheduler(
+            lanes,
+            timeout_s=config.io_timeout_s,
+            debug_seed=delays,
+            observer=_recording(self.trace) if self.trace is not None else None,
+        )
         if self.store is not None:
             self.space.host.open_flash(self.scheduler, self.store, NvmeMover(self.scheduler, self.store))
         self.space.is_worker = self.scheduler.owns_this_thread
@@ -168,10 +181,20 @@ class _Core:
             why_not_recompute=self._why_not_recompute,
             device_units=self._device_units,
         )
-        self.updates.on_step = self.planner.on_step
+        self.updates.on_step = self._on_step
+        self.gradients.on_end = self._on_backward_end
         self.updates.on_updated = self.profiler.updated
-        self.gradients.on_end = self.profiler.end_backward
         self.engines: list[weakref.ref[OffloadEngine]] = []
+
+    def _on_step(self) -> None:
+        self.planner.on_step()
+        if self.trace is not None:
+            self.trace.end_step(self.updates.num_steps)
+
+    def _on_backward_end(self) -> None:
+        self.profiler.end_backward()
+        if self.compute_trace is not None:
+            self.compute_trace.end_backward()
 
     def _optimizer_kernel(self) -> str:
         kernel, update_on = self.config.optimizer_kernel, self.config.update_on
@@ -386,6 +409,13 @@ def _io_settings(config: TierOffloadConfig, adopted_nbytes: int) -> tuple[int, i
     )
 
 
+def _recording(trace: TraceRecorder) -> Callable[[WorkRecord], None]:
+    def record(work: WorkRecord) -> None:
+        trace.add(work.lane, work.label, work.started_s, work.finished_s, work.nbytes)
+
+    return record
+
+
 def _find_kernel(cls: type, group: dict[str, Any], dtype: torch.dtype) -> Any:
     from lightning_tieroffload.kernels.registry import find_kernel
 
@@ -486,6 +516,7 @@ class OffloadEngine:
             offloads_all=config.activations == "offload",
             profiler=core.profiler,
             planner=core.planner,
+            trace=core.compute_trace,
         )
 
     # ------------------------------------------------------------------------------------------------- attach
@@ -1184,6 +1215,10 @@ class OffloadEngine:
             ],
             "unmanaged": [{"name": n, "reason": r, "nbytes": b} for n, r, b in self._unmanaged],
         }
+
+    def timeline(self) -> str | None:
+        """What ran when in the last steps, as a Chrome trace; None where it is not recorded (``trace_steps``)."""
+        return self.core.trace.to_text() if self.core.trace is not None else None
 
     def planned(self) -> dict[str, Any]:
         """The plan and the profile that it was made of, as the JSON of the files that can be read again."""

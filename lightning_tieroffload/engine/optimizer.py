@@ -44,6 +44,7 @@ from lightning_tieroffload.errors import TierOffloadError, UnsupportedError
 from lightning_tieroffload.kernels.adam import MOMENTS_LATER, MOMENTS_ONLY
 from lightning_tieroffload.kernels.split import merge_f32, split_f32
 from lightning_tieroffload.sizes import round_up
+from lightning_tieroffload.trace import NamedSlices
 
 __all__ = [
     "TierOptimizer",
@@ -579,13 +580,20 @@ class Updates:
 
     # ------------------------------------------------------------------------------------------------------- step
     def step(self, raw: Optimizer, cls: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trace = self._space.trace
+        start_s = time.perf_counter() if trace is not None else 0.0
+        result = self._step(raw, cls, args, kwargs)
+        if trace is not None:
+            trace.add("host", f"{cls.__name__}.step()", start_s, time.perf_counter())
+        self._note_step(raw)
+        return result
+
+    def _step(self, raw: Optimizer, cls: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_several_spaces(raw)
         if self.before_step is not None:
             self.before_step(raw)
         if not self.runs_per_unit(raw):
-            result = self._step_whole(raw, cls, args, kwargs)
-            self._note_step(raw)
-            return result
+            return self._step_whole(raw, cls, args, kwargs)
         closure = _closure_in(*args, **kwargs)
         loss = None
         if closure is not None:
@@ -597,7 +605,6 @@ class Updates:
             self._order_updates(raw, cls)
             self._wire.consider()
             self._plan_homes()
-        self._note_step(raw)
         return loss
 
     def runs_per_unit(self, raw: Optimizer) -> bool:
@@ -696,6 +703,10 @@ class Updates:
             self._pool = self._make_pool()
         return self._pool
 
+    def _named_pool(self, name: str) -> Any:
+        """The pool, for work that the timeline shows under ``name``."""
+        return self._pool if self._space.trace is None else NamedSlices(self._pool, self._space.trace, name)
+
     def _by_next_use(self, units: Iterable[UnitState]) -> list[UnitState]:
         distances = self._space.next_uses()
         return sorted(units, key=lambda unit: (distances.get(unit.index, 1 << 30), unit.index))
@@ -721,8 +732,10 @@ class Updates:
 
         whole = _TwoPasses()
         num_step, numel = self.num_steps, sum(source.slot.numel for source in sources)
+        trace = self._space.trace
 
         def work() -> None:
+            began_s = time.perf_counter()
             for copy in copies:
                 copy.wait()
             # Not under the inference mode of whoever waits for it: new state would be inference tensors for good.
@@ -736,12 +749,16 @@ class Updates:
                         factor.value()  # made on the device when backward ends: what follows is the update's own time
                     (by_torch if source.kernel is None or source.grad is None else by_kernel).append(source)
                 start_s = time.perf_counter()
+                if trace is not None:
+                    trace.add("update", f"waits for copies ({unit.name})", began_s, start_s)
                 if by_torch and unit.state_block.is_paged:
                     for source in by_torch:  # state that is being made takes memory beside the block: one at a time
                         self._run_torch(raw, cls, [source], scalar_dtype)
                         unit.hold_state(source.slot, dict.get(raw.state, source.slot.param))
                 elif by_torch:
                     self._run_torch(raw, cls, by_torch, scalar_dtype)
+                if by_torch and trace is not None:
+                    trace.add("kernels", f"{cls.__name__} ({unit.name})", start_s, time.perf_counter())
                 # All of a unit's parameters at once: the pool's threads go from one to the next without a gap.
                 among_numel = sum(source.slot.numel for source in by_kernel)
                 running = [self._start_kernel(raw, source, among_numel) for source in by_kernel]
@@ -881,16 +898,18 @@ class Updates:
             states[name] = flat_numpy(entry[name])
         grad = cast(torch.Tensor, source.grad)  # those without one are torch's to run
         start = functools.partial(
-            kernel.submit, self._pool, slot.split if slot.split is not None else flat_numpy(slot.home),
-            flat_numpy(grad), states, step=num_step, group=source.group,
+            kernel.submit, master=slot.split if slot.split is not None else flat_numpy(slot.home),
+            grad=flat_numpy(grad), states=states, step=num_step, group=source.group,
             grad_scales=[factor.value() for factor in source.factors],
             grad_format=number_format(grad.dtype), is_new_state=is_first,
             among_numel=among_numel,
         )  # fmt: skip
         if self.defer_moments and not is_first and not slot.unit.is_paged and kernel.can_defer_moments(source.group):
-            source.moments_later = functools.partial(start, moments=MOMENTS_ONLY, priority=1)
-            return start(moments=MOMENTS_LATER)  # type: ignore[no-any-return]
-        future: Future[None] = start()
+            pool = self._named_pool(f"moments ({slot.unit.name})")
+            source.moments_later = functools.partial(start, pool, moments=MOMENTS_ONLY, priority=1)
+            pool = self._named_pool(f"weights ({slot.unit.name})")
+            return start(pool, moments=MOMENTS_LATER)  # type: ignore[no-any-return]
+        future: Future[None] = start(self._named_pool(f"weights and moments ({slot.unit.name})"))
         if not kernel.state_names and not kernel.uses_step:
             dict.pop(raw.state, slot.param, None)
         return future
@@ -1243,6 +1262,11 @@ class _TwoPasses:
 
     def __init__(self) -> None:
         self.second: Ticket | None = None  # set before the first is done
+
+    @property
+    def label(self) -> str:
+        """Of what is waited for now."""
+        return getattr(self.second if self.first.done() else self.first, "label", "")
 
     def done(self) -> bool:
         return self.first.done() and (self.second is None or self.second.done())

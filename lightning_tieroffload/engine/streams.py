@@ -26,17 +26,20 @@ import torch
 
 from lightning_tieroffload.errors import TransferTimeoutError
 from lightning_tieroffload.sizes import format_nbytes
+from lightning_tieroffload.trace import TraceRecorder
 
 __all__ = [
     "LANDED",
     "CopyTicket",
     "CudaStreams",
     "DelayedStreams",
+    "DeviceClock",
     "HostStreams",
     "LinkRates",
     "Marks",
     "Pairs",
     "Streams",
+    "make_clock",
     "make_marks",
     "make_streams",
 ]
@@ -46,6 +49,7 @@ _TIME_ONE_OF = 4
 _NUM_RATES, _LEAST_RATES = 64, 5
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 2e-3
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source), same shape and dtype
+OnStall = Callable[[str, float, str], None]  # kind of transfer, seconds waited, what was waited for
 
 
 class CopyTicket(Protocol):
@@ -102,6 +106,10 @@ def _copy(pairs: Pairs) -> None:
             target.copy_(source)
 
 
+def _nbytes(pairs: Pairs) -> int:
+    return sum(min(target.nbytes, source.nbytes) for target, source in pairs)
+
+
 def _add(target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor) -> None:
     with torch._C._InferenceMode(False):
         torch._C._set_grad_enabled(False)
@@ -155,28 +163,34 @@ class LinkRates:
 class HostStreams:
     """No accelerator: the DEVICE tier is host memory, and a copy is a memcpy in the caller's thread."""
 
-    def __init__(self, on_stall: Callable[[str, float], None]) -> None:
+    def __init__(self, on_stall: OnStall, trace: TraceRecorder | None = None) -> None:
         self._on_stall = on_stall
         self.rates = LinkRates()
+        self._trace = trace
 
-    def _now(self, kind: str, pairs: Pairs) -> CopyTicket:
+    def _now(self, kind: str, pairs: Pairs, label: str) -> CopyTicket:
         start_s = time.perf_counter()
         _copy(pairs)
-        seconds = time.perf_counter() - start_s
-        self._on_stall(kind, seconds)
-        self.rates.note(kind, sum(source.nbytes for _, source in pairs), seconds)
+        end_s = time.perf_counter()
+        if self._trace is not None:
+            self._trace.add(kind, label, start_s, end_s, _nbytes(pairs))
+        self._on_stall(kind, end_s - start_s, label)
+        self.rates.note(kind, sum(source.nbytes for _, source in pairs), end_s - start_s)
         return LANDED
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
-        return self._now("h2d", pairs)
+        return self._now("h2d", pairs, label)
 
     def download(self, pairs: Pairs, label: str) -> CopyTicket:
-        return self._now("d2h", pairs)
+        return self._now("d2h", pairs, label)
 
     def add_down(
         self, target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor, norm_types: Iterable[float], label: str
     ) -> tuple[CopyTicket, dict[float, torch.Tensor]]:
+        start_s = time.perf_counter()
         _add(target, before, grad)
+        if self._trace is not None:
+            self._trace.add("d2h", label, start_s, time.perf_counter(), target.nbytes)
         return LANDED, {}
 
     def close(self) -> None:
@@ -201,9 +215,10 @@ class _DelayedTicket:
 class DelayedStreams:
     """Every copy is put off until it is waited for, or until the seed says so at a later submission."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, trace: TraceRecorder | None = None) -> None:
         self.rates = LinkRates()  # of nothing: these copies take no time of their own
         self._random = random.Random(seed)
+        self._trace = trace
         self._lock = threading.RLock()
         self._pending: list[_DelayedTicket] = []
 
@@ -214,9 +229,15 @@ class DelayedStreams:
                 self._pending.remove(ticket)
                 work()
 
-    def _later(self, work: Callable[[], None]) -> CopyTicket:
+    def _later(self, work: Callable[[], None], kind: str, label: str, nbytes: int) -> CopyTicket:
+        def recorded() -> None:
+            start_s = time.perf_counter()
+            work()
+            if self._trace is not None:
+                self._trace.add(kind, label, start_s, time.perf_counter(), nbytes)
+
         with self._lock:
-            ticket = _DelayedTicket(self, work)
+            ticket = _DelayedTicket(self, recorded)
             self._pending.append(ticket)
             while self._pending and self._random.random() < 0.3:
                 self.run(self._random.choice(self._pending))
@@ -224,15 +245,16 @@ class DelayedStreams:
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
         pairs = list(pairs)
-        return self._later(lambda: _copy(pairs))
+        return self._later(lambda: _copy(pairs), "h2d", label, _nbytes(pairs))
 
     def download(self, pairs: Pairs, label: str) -> CopyTicket:
-        return self.upload(pairs, label)
+        pairs = list(pairs)
+        return self._later(lambda: _copy(pairs), "d2h", label, _nbytes(pairs))
 
     def add_down(
         self, target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor, norm_types: Iterable[float], label: str
     ) -> tuple[CopyTicket, dict[float, torch.Tensor]]:
-        return self._later(lambda: _add(target, before, grad)), {}
+        return self._later(lambda: _add(target, before, grad), "d2h", label, target.nbytes), {}
 
     def close(self) -> None:
         with self._lock:
@@ -246,11 +268,13 @@ class _CudaTicket:
         event: torch.cuda.Event,
         device: torch.device,
         held: Pairs,
-        on_stall: Callable[[str, float], None],
+        on_stall: OnStall,
         kind: str,
         label: str = "copy",
+        trace: TraceRecorder | None = None,
     ) -> None:
         self._label = label
+        self._trace = trace
         self._event = event
         self._device = device
         # The pairs stay referenced until the event: the caching allocator must not hand their memory out before.
@@ -273,7 +297,7 @@ class _CudaTicket:
                 else:
                     self._poll(timeout_s)
             finally:
-                self._on_stall(self._kind, time.perf_counter() - start_s)
+                self._on_stall(self._kind, time.perf_counter() - start_s, self._label)
         self._held = None
 
     def _poll(self, timeout_s: float) -> None:
@@ -294,16 +318,22 @@ class _CudaTicket:
 
     def before_compute(self) -> None:
         # The stream of the copy's device: the current device may be another one while compute is on this one.
-        if not self._event.query():
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+        if self._event.query():
+            return
+        stream = torch.cuda.current_stream(self._device)
+        begin = self._trace.mark(stream) if self._trace is not None else None
+        stream.wait_event(self._event)
+        if self._trace is not None:
+            self._trace.add("stalls on the device", self._label, begin, self._trace.mark(stream))
 
 
 class CudaStreams:
     """A copy stream for each direction, and one for sums. Compute streams belong to the user."""
 
-    def __init__(self, device: torch.device, on_stall: Callable[[str, float], None]) -> None:
+    def __init__(self, device: torch.device, on_stall: OnStall, trace: TraceRecorder | None = None) -> None:
         self._device = device
         self._on_stall = on_stall
+        self._trace = trace
         with torch.cuda.device(device):
             self._upload_stream = torch.cuda.Stream(device)
             self._download_stream = torch.cuda.Stream(device)
@@ -313,13 +343,17 @@ class CudaStreams:
         self._lock = threading.Lock()
         self.rates = LinkRates()
 
-    def _enqueue(self, stream: torch.cuda.Stream, pairs: Pairs, label: str, kind: str) -> CopyTicket:
+    def _enqueue(
+        self, stream: torch.cuda.Stream, pairs: Pairs, label: str, kind: str, lane: str | None = None
+    ) -> CopyTicket:
+        trace = self._trace
         with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
             stream.wait_stream(torch.cuda.current_stream())
             nbytes = sum(source.nbytes for _, source in pairs)
             start = torch.cuda.Event(enable_timing=True) if self.rates.wants(kind, nbytes) else None
             if start is not None:
                 start.record(stream)
+            begin = trace.mark(stream) if trace is not None else None
             with torch.cuda.stream(stream), torch._C._InferenceMode(False):
                 torch._C._set_grad_enabled(False)
                 for target, source in pairs:
@@ -328,7 +362,9 @@ class CudaStreams:
             event.record(stream)
             if start is not None:
                 self.rates.note_events(kind, nbytes, start, event)
-        return self._remember(_CudaTicket(event, self._device, list(pairs), self._on_stall, kind, label))
+            if trace is not None:
+                trace.add(lane or kind, label, begin, trace.mark(stream), _nbytes(pairs))
+        return self._remember(_CudaTicket(event, self._device, list(pairs), self._on_stall, kind, label, trace))
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
         return self._enqueue(self._upload_stream, pairs, label, "h2d")
@@ -345,11 +381,13 @@ class CudaStreams:
             torch._C._set_grad_enabled(False)
             arrived = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype, device=self._device)
             norms = {kind: torch.empty((), dtype=grad.dtype, device=self._device) for kind in norm_types}
-        self._enqueue(self._sums_stream, [(arrived, before)], label, "h2d")
+        self._enqueue(self._sums_stream, [(arrived, before)], label, "h2d", "h2d of sums")
+        trace = self._trace
         with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
             down = self._download_stream
             down.wait_stream(torch.cuda.current_stream())
             down.wait_stream(self._sums_stream)
+            begin = trace.mark(down) if trace is not None else None
             with torch.cuda.stream(down), torch._C._InferenceMode(False):
                 torch._C._set_grad_enabled(False)
                 grad.add_(arrived)
@@ -358,8 +396,10 @@ class CudaStreams:
                 target.copy_(grad, non_blocking=True)
             event = torch.cuda.Event()
             event.record(down)
+            if trace is not None:
+                trace.add("d2h", label, begin, trace.mark(down), target.nbytes)
         held = [(target, grad), (arrived, before), *((norm, norm) for norm in norms.values())]
-        return self._remember(_CudaTicket(event, self._device, held, self._on_stall, "d2h", label)), norms
+        return self._remember(_CudaTicket(event, self._device, held, self._on_stall, "d2h", label, trace)), norms
 
     def _remember(self, ticket: _CudaTicket) -> _CudaTicket:
         with self._lock:
@@ -375,12 +415,16 @@ class CudaStreams:
 
 
 def make_streams(
-    device: torch.device, *, on_stall: Callable[[str, float], None], delay_seed: int | None = None
+    device: torch.device,
+    *,
+    on_stall: OnStall,
+    delay_seed: int | None = None,
+    trace: TraceRecorder | None = None,
 ) -> Streams:
     """The mover for ``device``; with ``delay_seed`` the delayed one (host only: CUDA has real delays of its own)."""
     if device.type == "cuda":
-        return CudaStreams(device, on_stall)
-    return DelayedStreams(delay_seed) if delay_seed is not None else HostStreams(on_stall)
+        return CudaStreams(device, on_stall, trace)
+    return DelayedStreams(delay_seed, trace) if delay_seed is not None else HostStreams(on_stall, trace)
 
 
 class Marks(Protocol):
@@ -448,3 +492,50 @@ class _CudaMarks:
 def make_marks(device: torch.device, stalled_s: Callable[[], float]) -> Marks:
     """The clock of compute on ``device``."""
     return _CudaMarks(device) if device.type == "cuda" else _HostMarks(stalled_s)
+
+
+class DeviceClock:
+    """When the device was where, on the host's clock. Marks are timing events; nobody waits for them.
+
+    The tie between the two clocks is an event on a stream that never has anything else to do, so that it is reached
+    as soon as it is recorded. It is made anew between steps: the device tells milliseconds as 32-bit floats, which
+    after a quarter of an hour are good to 60 µs.
+    """
+
+    _TIE_S = 0.5e-3  # most that a tie may take; a slower one is none, and the last one stays
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._idle_stream = torch.cuda.Stream(device)
+        self._tie = self._new_tie(10.0)
+        assert self._tie is not None
+
+    def _new_tie(self, within_s: float) -> tuple[torch.cuda.Event, float] | None:
+        event = torch.cuda.Event(enable_timing=True)
+        begin_s = time.perf_counter()
+        event.record(self._idle_stream)
+        while not event.query():
+            if time.perf_counter() - begin_s > within_s:
+                return None
+        return event, (begin_s + time.perf_counter()) / 2
+
+    def tie(self) -> None:
+        self._tie = self._new_tie(self._TIE_S) or self._tie
+
+    def mark(self, stream: Any = None) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream if stream is not None else torch.cuda.current_stream(self._device))
+        return event, self._tie
+
+    def at_s(self, mark: Any) -> float | None:
+        event, (tie, tie_s) = mark
+        return tie_s + float(tie.elapsed_time(event)) / 1e3 if event.query() else None
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def make_clock(device: torch.device) -> DeviceClock | None:
+    """The clock of a timeline's compute and copies; None where they go by the host's."""
+    return DeviceClock(device) if device.type == "cuda" else None

@@ -39,7 +39,7 @@ def probe_links(device: torch.device, *, nbytes: int = 256 * MiB, num_rounds: in
     with PinnedArena(2 * nbytes, pin=True) as arena:
         up_host, down_host = (arena.take(nbytes).tensor(torch.uint8, (nbytes,)) for _ in range(2))
         up_device, down_device = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-        streams = make_streams(device, on_stall=lambda kind, stall_s: None)
+        streams = make_streams(device, on_stall=lambda *_: None)
         up, down = [(up_device, up_host)], [(down_host, down_device)]
 
         def rate(*copies: tuple[Callable[[Pairs, str], CopyTicket], Pairs]) -> float:

@@ -19,8 +19,10 @@ import torch
 
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.errors import UnsupportedError
+from lightning_tieroffload.whole_file import write_whole
 
 __all__ = [
+    "TIMELINE_FILE_NAME",
     "Engine",
     "config_from",
     "fits_beside",
@@ -34,9 +36,11 @@ __all__ = [
     "whole_model_compiled",
     "write_report",
     "write_reports",
+    "write_timeline",
 ]
 
 log = logging.getLogger("lightning_tieroffload")
+TIMELINE_FILE_NAME = "timeline.json"
 
 
 class Engine(Protocol):
@@ -46,6 +50,7 @@ class Engine(Protocol):
 
     def report(self) -> dict[str, Any]: ...
     def planned(self) -> dict[str, Any]: ...
+    def timeline(self) -> str | None: ...
     def plan_table(self) -> Any: ...
 
 
@@ -137,8 +142,9 @@ def print_plan_once(engine: Engine) -> None:
 
 
 def write_report(engine: Engine, config: TierOffloadConfig) -> None:
-    """Write `report.json`, `plan.json` and `profile.json` into `trace_path`, if there is one. Later calls replace them.
+    """Write `report.json`, `plan.json`, `profile.json` and `timeline.json` into `trace_path`, if there is one.
 
+    Later calls replace them, each as a whole.
     `plan.json` is what `plan_file` reads, once the engine has planned; `profile.json` comes with it.
     """
     if config.trace_path is None:
@@ -146,10 +152,23 @@ def write_report(engine: Engine, config: TierOffloadConfig) -> None:
     report = engine.report()
     os.makedirs(config.trace_path, exist_ok=True)
     files = {"report.json": report, "plan.json": report.get("plan"), **engine.planned()}
-    for name, content in files.items():
-        with open(os.path.join(config.trace_path, name), "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, sort_keys=True)
-            file.write("\n")
+    texts = {name: json.dumps(content, indent=2, sort_keys=True) + "\n" for name, content in files.items()}
+    for name, text in texts.items():
+        write_whole(os.path.join(config.trace_path, name), text)
+    write_timeline(engine, config)
+
+
+def write_timeline(engine: Engine, config: TierOffloadConfig) -> None:
+    """Write `timeline.json` alone, as after a run that failed. Raises nothing: what cannot be written is logged."""
+    if config.trace_path is None:
+        return
+    try:
+        text = engine.timeline()
+        if text is not None:
+            os.makedirs(config.trace_path, exist_ok=True)
+            write_whole(os.path.join(config.trace_path, TIMELINE_FILE_NAME), text)
+    except Exception as error:
+        log.warning("The timeline could not be written to %s: %s", config.trace_path, error)
 
 
 def report_at_exit(engine: Engine, config: TierOffloadConfig) -> None:

@@ -274,6 +274,8 @@ class _LightningFace(_Base):
                 engine.raise_pending_error()
                 self._last_report = engine.report()
                 face.write_report(engine, self.config)
+            else:
+                face.write_timeline(engine, self.config)
         except Exception as error:
             failure = error
         try:

@@ -1,0 +1,78 @@
+"""Floor 2. Compute windows of a timeline: a unit's forward, recompute and backward, as hooks see them.
+
+Owns nothing but the windows that are open. A forward is what its module's hooks enclose, the unit's parameters being
+there already. A unit's backward begins when the gradient of its output is there, and ends where the next one's begins,
+or with backward itself; what is recomputed for it lies inside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lightning_tieroffload.trace import TraceRecorder
+
+__all__ = ["ComputeTrace"]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+class ComputeTrace:
+    """Tells a recorder of compute windows. Called from the threads that compute, autograd's among them.
+
+    ``is_one_stream``: compute of all threads is one stream's, so that one thread may end what another one began.
+    """
+
+    def __init__(self, recorder: TraceRecorder, *, is_one_stream: bool) -> None:
+        self._recorder = recorder
+        self._is_one_stream = is_one_stream
+        self._backwards: dict[int, tuple[str, Any]] = {}  # thread to (unit, begin)
+
+    def begin(self, *, in_backward: bool) -> Any:
+        """A unit's forward begins. Hand what this returns to ``end``."""
+        if not in_backward:
+            self._backwards.pop(threading.get_ident(), None)  # of a backward that an exception ended
+        return self._recorder.mark()
+
+    def end(self, unit: str, begin: Any, result: Any, *, in_backward: bool) -> None:
+        """It ends; ``result`` is what it returned, None after an exception."""
+        kind = "recompute" if in_backward else "forward"
+        self._recorder.add("compute", f"{kind} ({unit})", begin, self._recorder.mark())
+        if in_backward:
+            return
+        for tensor in _tensors(result):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._prehook(unit))
+                return
+
+    def _prehook(self, unit: str) -> Callable[[Any], None]:
+        def begin_backward(_: Any) -> None:
+            now = self._recorder.mark()
+            thread = threading.get_ident()
+            self._end_one(thread, now)
+            self._backwards[thread] = unit, now
+
+        return begin_backward
+
+    def _end_one(self, thread: int, now: Any) -> None:
+        found = self._backwards.pop(thread, None)
+        if found is not None:
+            self._recorder.add("compute", f"backward ({found[0]})", found[1], now)
+
+    def end_backward(self) -> None:
+        """A backward has ended."""
+        now = self._recorder.mark()
+        for thread in list(self._backwards) if self._is_one_stream else [threading.get_ident()]:
+            self._end_one(thread, now)
