@@ -626,6 +626,15 @@ def test_observer_sees_every_work() -> None:
     assert all(r.submitted_s <= r.started_s <= r.finished_s for r in records)
 
 
+def test_who_has_waited_finds_the_record() -> None:
+    """A timeline that is written when nothing runs any more misses nothing."""
+    records: list[WorkRecord] = []
+    with Scheduler([LaneSpec(name="read", concurrency=2)], timeout_s=5, observer=records.append) as scheduler:
+        for index in range(500):
+            scheduler.submit("read", int, label=f"{index}").wait()
+            assert records[-1].label == f"{index}"
+
+
 def test_wrong_use_is_told() -> None:
     with pytest.raises(ValueError, match="two lanes"):
         Scheduler([LaneSpec(name="a"), LaneSpec(name="a")], timeout_s=1)

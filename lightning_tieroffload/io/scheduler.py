@@ -475,8 +475,7 @@ class _Core:
             failure = error
         work = None  # the work's memory must be free of us before anybody hears that it is complete
         finished_s = time.perf_counter()
-        self._complete(ticket, value, failure)
-        if self._observer is not None:
+        if self._observer is not None:  # before anybody hears that it is complete: who has waited finds its record
             record = WorkRecord(
                 ticket.lane,
                 ticket.label,
@@ -491,6 +490,7 @@ class _Core:
                 self._observer(record)
             except BaseException as error:
                 self.record_error(error)
+        self._complete(ticket, value, failure)
         return finished_s - started_s
 
     def _complete(
