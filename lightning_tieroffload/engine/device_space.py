@@ -120,6 +120,7 @@ class DeviceSpace:
         )
 
         self.host.find_copy = self._find_copy
+        self.host.locks_pages = device.type == "cuda"
 
     @property
     def lock(self) -> Any:

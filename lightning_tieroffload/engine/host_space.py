@@ -10,6 +10,11 @@ behind the update. Every ticket waits only for tickets that were ordered before 
 whatever the budget is. A unit's blocks get their room together, in one step, under the residency lock; works hold room
 and never ask for any. What the table says of a block is what holds behind those tickets.
 
+[Note: locked while they are there] Memory that comes and goes can be page-locked only while its pages are there: a copy
+of the device from pageable memory takes eight times as long and holds the host up. So what the device copies
+(parameters, gradients; not state) is registered once a stay, by the thread that ends its read, and unregistered when it
+leaves: 0.03 s a GiB against half a second or more for the read.
+
 [Note: room] A block that leaves gives its room to those that come when it is ordered to leave, and its bytes behind the
 ticket that gives the pages back. So whoever takes that room comes behind that ticket: pages that are really there are
 never more than the budget.
@@ -194,6 +199,7 @@ class HostSpace:
         self._num_step = 0
         self._num_ordered = 0
         self._reserved: dict[str, int] = {}  # space on flash of gradients that have not come yet
+        self.locks_pages = False  # there is a device whose copies want page-locked memory
         self.is_stuck = False  # flash does not answer: what is under way counts as lost, and nobody waits for it
 
     # ------------------------------------------------------------------------------------------------- life
@@ -266,7 +272,6 @@ class HostSpace:
         assert self.store is not None
         for segment in block.segments:
             self.store.allocate(segment.name, segment.arena.nbytes)
-            segment.arena.unpin()
         block.home = Tier.NVME
         self._list(block, Tier.DRAM)
         block.is_resident = True
@@ -331,6 +336,7 @@ class HostSpace:
         self._wait_all(self._claim(arena.nbytes, [block], block.shard), "write")
         self._charge(block, arena.nbytes)
         block.segments.append(segment)
+        self._lock(block, [segment])
         self.note_written(block)
 
     def shrink(self, block: HostBlock, arena: PinnedArena) -> None:
@@ -506,13 +512,19 @@ class HostSpace:
         behind = [ticket for ticket in behind if not ticket.done()]
         if block.gone is not None and not block.gone.done():
             behind.append(block.gone)
+        on_flash = [segment for segment in block.segments if segment.is_on_flash]
+        fresh = [segment for segment in block.segments if not segment.is_on_flash]
+
+        def take_pages() -> None:
+            block.take_pages()
+            self._lock(block, fresh)
+
         opened: list[Any] = []
         if behind:
             label = f"make room for {block.shard}"
-            opened.append(self._scheduler.submit(PAGES_LANE.name, block.take_pages, label=label, after=behind))
+            opened.append(self._scheduler.submit(PAGES_LANE.name, take_pages, label=label, after=behind))
         else:
-            block.take_pages()
-        on_flash = [segment for segment in block.segments if segment.is_on_flash]
+            take_pages()
         if on_flash:
             self._table.begin(block.shard, READ)
             try:
@@ -531,7 +543,9 @@ class HostSpace:
                     )
                     if copy is not None:
                         copy.read = reads[-1]
-                block.read = self._scheduler.when_all(reads, label=f"read {block.shard}")
+                block.read = self._scheduler.when_all(
+                    reads, label=f"read {block.shard}", finish=lambda: self._lock(block, on_flash, is_fresh=False)
+                )
                 self._note_move(block, Tier.DRAM, block.read)
             except BaseException:
                 self._table.failed(block.shard, READ)
@@ -548,6 +562,11 @@ class HostSpace:
                 self._note_move(block, Tier.DRAM, block.read)
             self._table.wrote(block.shard, Tier.DRAM)
             block.is_dirty = True
+
+    def _lock(self, block: HostBlock, segments: Iterable[Segment], *, is_fresh: bool = True) -> None:
+        """Page-lock what the device will copy, from any thread. See [Note: locked while they are there]."""
+        if self.locks_pages and block.role is not Role.STATE:
+            self.locks_pages = block.lock_pages(segments, is_fresh=is_fresh)  # refused once, the rest stays pageable
 
     def bring_in(self, block: HostBlock, *, to_write: bool = False) -> None:
         """The block's newest bytes are in DRAM, readable by this thread now; with ``to_write`` writable as well.
@@ -584,6 +603,7 @@ class HostSpace:
         self._charge(block, block.nbytes)
         block.is_resident = True
         block.take_pages()
+        self._lock(block, block.segments)
         self._table.landed(block.shard, READ)
         block.read = None
         return True

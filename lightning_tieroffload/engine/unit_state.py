@@ -20,11 +20,12 @@ is flash, they are there while ``HostSpace`` says so, and everything that reads 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import enum
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -308,8 +309,20 @@ class HostBlock:
         return sum(segment.arena.nbytes for segment in self.segments)
 
     def give_pages_back(self) -> None:
-        for segment in self.segments:
-            segment.arena.give_pages_back()
+        with self._on_device():
+            for segment in self.segments:
+                segment.arena.unpin()
+                segment.arena.give_pages_back()
+
+    def lock_pages(self, segments: Iterable[Segment], *, is_fresh: bool) -> bool:
+        """Page-lock segments whose pages are there; False where it was refused. From any thread."""
+        with self._on_device():
+            return all([segment.arena.pin(is_fresh=is_fresh) for segment in segments])
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        # In a thread that has never used CUDA a call of its runtime would set up the first device.
+        device = self.unit.device
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     def take_pages(self) -> None:
         for segment in self.segments:

@@ -369,6 +369,20 @@ class PinnedArena:
             reason = os.strerror(ctypes.get_errno())
             raise CapacityError(f"{self.label}: the system refused {format_nbytes(self.nbytes)} of memory ({reason}).")
 
+    def pin(self, *, is_fresh: bool) -> bool:
+        """Page-lock the mapping for CUDA, whose pages may be touched; whether it is now. A refusal is a warning.
+
+        ``is_fresh`` says that their content does not matter: they are then touched first, by several threads.
+        """
+        memory = self._memory
+        if memory is None or self.pinned or os.getpid() != self._pid:
+            return self.pinned
+        if is_fresh:
+            _touch(memory, None)
+        self._registration[0] = self._register()
+        self.pinned = self._registration[0] is not None
+        return self.pinned
+
     def unpin(self) -> None:
         """Undo the page-locking. No copy of the device may be using the memory."""
         if self.pinned:
