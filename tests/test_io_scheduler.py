@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -482,6 +483,25 @@ def test_con_07_wait_past_its_deadline_names_everything() -> None:
         stuck.wait(0)
     with pytest.raises(TransferTimeoutError, match=r"layers\.3"):
         scheduler.drain(timeout_s=0.01)
+    gate.open.set()
+    scheduler.drain()
+    scheduler.close()
+
+
+def test_con_07_what_is_claimed_and_not_over_says_by_whom_and_where() -> None:
+    """The last step of several works hangs: the message names the thread that is at it, and where it stands."""
+    scheduler = one_lane()
+    gate = Gate()
+    piece = scheduler.submit("read", int, label="write layers.3 piece 0")
+    whole = scheduler.when_all([piece], label="write layers.3", finish=gate)
+    assert gate.started.wait(10)
+    later = scheduler.when_all([whole], label="update of layers.3")
+    for ticket in (whole, later):
+        with pytest.raises(TransferTimeoutError) as info:
+            ticket.wait(timeout_s=0.01)
+        said = str(info.value)
+        assert re.search(r"write layers\.3 was claimed by thread tieroffload-read-\d, which is in ", said), said
+        assert __file__ in said or "threading.py" in said
     gate.open.set()
     scheduler.drain()
     scheduler.close()

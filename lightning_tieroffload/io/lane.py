@@ -9,6 +9,7 @@ import collections
 import ctypes
 import heapq
 import itertools
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,7 @@ class Lane:
         # (rank, serial, ticket). A ticket that was expedited is in it twice, even with one rank: the serial decides.
         self.heap: list[_Entry] = []
         self._serial = itertools.count()
-        self.running: dict[TransferTicket[Any], None] = {}
+        self.running: dict[TransferTicket[Any], int] = {}  # and the thread that has claimed it
         self.running_nbytes = 0
         self.num_running_by_owner: collections.Counter[str] = collections.Counter()
         self.max_running_per_owner = max(1, int(spec.max_share_frac * spec.concurrency))
@@ -144,7 +145,8 @@ class Lane:
     def _claim(self, ticket: TransferTicket[Any]) -> bool:
         if not ticket._claim:
             return False
-        self.running[ticket] = None  # before the claim goes: a queued ticket without one and not running is lost
+        # Before the claim goes: a queued ticket without one and not running is lost.
+        self.running[ticket] = threading.get_ident()
         try:
             ticket._claim.pop()
         except IndexError:

@@ -41,6 +41,7 @@ import logging
 import math
 import os
 import random
+import sys
 import threading
 import time
 import weakref
@@ -592,9 +593,25 @@ class _Core:
         size = f" ({format_nbytes(ticket.nbytes)})" if ticket.nbytes else ""
         return (
             f"{ticket.label}{size} on lane {ticket.lane} was not complete after {waited_s:.1f} s: it is "
-            f"{ticket._state()}; awaited by thread {threading.current_thread().name}. {self.describe()}. "
+            f"{ticket._state()}{self._claimed_by(ticket)}; awaited by thread {threading.current_thread().name}. "
+            f"{self.describe()}. "
             f"Is the device under the lane stuck or very slow? Raise io_timeout_s if it is only slow."
         )
+
+    def _claimed_by(self, ticket: TransferTicket[Any]) -> str:
+        """Who has claimed a work that has not begun, or is finishing what others did, and where that thread stands."""
+        for each in (ticket, *(one for one in ticket._after if isinstance(one, TransferTicket))):
+            lane = self.lanes.get(each.lane)
+            ident = lane.running.get(each) if lane is not None else self._at_work.get(each)
+            if ident is None or each._done or each._started_s:
+                continue
+            name = next((one.name for one in threading.enumerate() if one.ident == ident), "that has ended")
+            frame = sys._current_frames().get(ident)
+            where = ""
+            if frame is not None:
+                where = f", which is in {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+            return f" ({each.label} was claimed by thread {name}{where})"
+        return ""
 
     def abandon(self, tickets: Sequence[TransferTicket[Any]]) -> None:
         for ticket in tickets:
