@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import FULL, check
+from exactness import FULL, SLOW, Variant, check
 from fakes import Block, batches
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+
+from lightning_tieroffload import engine_of, offload
 
 
 class Refused(nn.Module):
@@ -29,6 +31,18 @@ class Refused(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x)
         return self.linear(torch.tanh(x)) if self.is_odd else x
+
+
+class PastTorch(nn.Module):
+    """Reads the weight of a layer inside it as an extension in C++ does: nothing of torch's is called with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.functional.linear(x, self.linear.weight, self.linear.bias)
 
 
 class Uses(nn.Module):
@@ -126,6 +140,26 @@ VARIANTS = [FULL[1], FULL[3]]
 def test_weights_used_in_every_way(how: str, since: int) -> None:
     """From the start, or from a step on at which the weight already travels in 16 bits."""
     check(build_of(lambda: Uses(how, since)), amp_loop(), VARIANTS)
+
+
+def test_weights_that_nothing_sees_read() -> None:
+    """As long as nothing has proved that a weight is only cast, whoever reads it past torch finds it in full."""
+    check(build_of(lambda: nn.Sequential(*(PastTorch() for _ in range(3)))), amp_loop(), VARIANTS)
+
+
+def test_the_first_step_takes_no_more_than_the_others() -> None:
+    """Neither casts that autocast keeps nor gradients in full width: a model in 16 bits need not fit the device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    offload(model, optimizer, device_budget="1MiB")
+    engine: Any = engine_of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = (model(torch.randn(4, 32)).float() ** 2).mean()
+        assert engine.space.cached_casts_nbytes == 0
+    loss.backward()
+    assert {grad.dtype for unit in engine.space.units for grad in unit._host_grads.values()} == {torch.bfloat16}
+    engine.close()
 
 
 @pytest.mark.parametrize("how", ["once", "twice"])
@@ -238,6 +272,33 @@ def test_the_whole_step_inside_autocast() -> None:
             look(loss=loss, norm=norm)
 
     check(build_of(lambda: Uses("once", 0)), loop, VARIANTS)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_that_multiply_matrices(dtype: torch.dtype, is_inside: bool) -> None:
+    """Under the autocast of the time of ``step()``, whatever is on when and where the update runs."""
+
+    def build() -> Any:
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+        return model, torch.optim.Muon(model.parameters(), lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(4, 8, 16):
+            with torch.autocast("cpu", dtype=dtype):
+                loss = (model(x).float() ** 2).mean()
+                if is_inside:
+                    loss.backward()
+                    optimizer.step()
+            if not is_inside:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(
+        build, loop, [FULL[1], *(Variant(SLOW, prefetch=4, seed=i, every_look=False, budget="tight") for i in range(8))]
+    )
 
 
 def test_double_backward_under_autocast() -> None:

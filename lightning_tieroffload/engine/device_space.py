@@ -213,18 +213,23 @@ class DeviceSpace:
             self.ledger.release(Tier.DEVICE, charge[0])
         self._count_homes()
 
-    def add_wire(self, unit: UnitState, dtype: torch.dtype) -> bool:
-        """Give a unit's castable weights a wire part. False where something holds their full part just now."""
+    def add_wire(self, unit: UnitState, dtype: torch.dtype) -> None:
+        """Give a unit's castable weights a wire part, made from their full one."""
         with self.lock:
-            full = next(part for part in unit.full_parts if part.castable)
-            self.settle_home(unit, to_write=unit.param_block.is_paged)
-            if self._is_held(full):
-                return False
-            if full.is_resident:
-                self._evict(full)
             self._add_part(unit.make_wire(dtype))
-            if unit.low is not None:
-                self._add_part(unit.low)
+
+    def split_home(self, unit: UnitState) -> bool:
+        """Make the home of a bf16 wire part a split master. False where something holds a form of it just now."""
+        with self.lock:
+            full, wire = unit.castable_part, unit.wire
+            assert wire is not None
+            self.settle_home(unit, to_write=unit.param_block.is_paged)
+            if self._is_held(full) or self._is_held(wire):
+                return False
+            for part in (full, wire):
+                if part.is_resident:
+                    self._evict(part)
+            self._add_part(unit.split_home())
             self.host.note_written(unit.param_block)
             self.host.write_behind(unit.param_block)
             return True
@@ -565,6 +570,22 @@ class DeviceSpace:
             part.home_read, part.upload = part.upload, LANDED
             self.table.landed(part.shard, H2D)
 
+    def _cast(self, part: Part) -> bool:
+        """Make a wire part that has no home of its own from the full part beside it, where that is on the device."""
+        if part.form is not Form.WIRE or part.home_flat is not None:
+            return False
+        full = part.unit.castable_part
+        if not (full.is_resident and self.table.is_valid(full.shard, Tier.DEVICE)):
+            return False
+        self._land(full)
+        self.table.begin(part.shard, H2D)
+        with torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
+            for index in range(len(part.slots)):
+                part.device_view(index).copy_(full.device_view(index))
+        self.table.landed(part.shard, H2D)
+        return True
+
     def _upload(self, part: Part) -> None:
         unit = part.unit
         self.wait_home(unit)
@@ -577,6 +598,8 @@ class DeviceSpace:
                     self._land(full)
                     self._notice_writes(full)
                     self._write_back(full)
+        if self._cast(part):
+            return
         for each in unit.full_parts:
             each.download.wait()
         self.host.bring_in(part.home_block)

@@ -24,10 +24,12 @@ from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot, raw_grad, set_raw_grad
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket
-from lightning_tieroffload.engine.unit_state import Factor, GradPlace, GradRecord, Part, UnitState
+from lightning_tieroffload.engine.unit_state import Factor, GradPlace, GradRecord, Part, UnitState, WireState
 from lightning_tieroffload.engine.wire import Wire
 
 __all__ = ["Gradients", "fits_host"]
+
+_PIECE_NUMEL = 1 << 24
 
 
 def fits_host(slot: ParamSlot, grad: torch.Tensor) -> bool:
@@ -45,6 +47,12 @@ def _label(slot: ParamSlot, what: str = "gradient") -> str:
     """A transfer's, for people: with the unit's name, which most parameters' names begin with."""
     unit: str = slot.unit.name
     return f"{what} ({slot.name if slot.name.startswith(f'{unit}.') else f'{unit}: {slot.name}'})"
+
+
+def _fits(grad: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a narrower type holds every element without loss. Waits for the device."""
+    pieces = grad.view(-1).split(_PIECE_NUMEL) if grad.is_contiguous() else (grad,)
+    return all(torch.equal(piece.to(dtype).to(grad.dtype), piece) for piece in pieces)
 
 
 class Gradients:
@@ -187,6 +195,9 @@ class Gradients:
         """Returns the device bytes that are held until ``record.ticket``."""
         unit: UnitState = slot.unit
         wire_dtype = self._wire.gradient_dtype(slot)
+        if wire_dtype is None and slot.castable and unit.wire_state is WireState.WATCHING and unit.wire is not None:
+            # Whether every use was seen is not known yet; the numbers themselves say what 16 bits would lose.
+            wire_dtype = unit.wire.dtype if _fits(grad, unit.wire.dtype) else None
         if unit.choice.grad_home is Tier.DEVICE and self._keep(slot, record, grad, wire_dtype):
             return 0
         record.is_zero = False

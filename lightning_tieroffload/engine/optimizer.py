@@ -39,7 +39,7 @@ from lightning_tieroffload.engine.gradients import Gradients, fits_host
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
 from lightning_tieroffload.engine.reach import REMAPPED_DEPTH, inner_optimizers, reaches_past_its_groups
 from lightning_tieroffload.engine.unit_state import Factor, GradPlace, UnitState, flat_numpy, flat_view, number_format
-from lightning_tieroffload.engine.wire import Wire
+from lightning_tieroffload.engine.wire import Wire, wire_dtype
 from lightning_tieroffload.errors import TierOffloadError, UnsupportedError
 from lightning_tieroffload.kernels.adam import MOMENTS_LATER, MOMENTS_ONLY
 from lightning_tieroffload.kernels.split import merge_f32, split_f32
@@ -727,6 +727,7 @@ class Updates:
         # torch makes scalars (``step``) of the default dtype at step(); by the time the update runs the next forward
         # may have changed that, for the whole process (64-true does).
         scalar_dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        autocast_dtype = wire_dtype(self._space.device)
         # Happens-before: the home is readable behind its downloads, writable behind the uploads that read it.
         previous, copies = self._space.order_update(unit, [slot for slot, _ in items], priority)
 
@@ -751,12 +752,13 @@ class Updates:
                 start_s = time.perf_counter()
                 if trace is not None:
                     trace.add("update", f"waits for copies ({unit.name})", began_s, start_s)
-                if by_torch and unit.state_block.is_paged:
-                    for source in by_torch:  # state that is being made takes memory beside the block: one at a time
-                        self._run_torch(raw, cls, [source], scalar_dtype)
-                        unit.hold_state(source.slot, dict.get(raw.state, source.slot.param))
-                elif by_torch:
-                    self._run_torch(raw, cls, by_torch, scalar_dtype)
+                with _host_autocast(autocast_dtype):
+                    if by_torch and unit.state_block.is_paged:
+                        for source in by_torch:  # state that is being made takes memory beside the block: one at a time
+                            self._run_torch(raw, cls, [source], scalar_dtype)
+                            unit.hold_state(source.slot, dict.get(raw.state, source.slot.param))
+                    elif by_torch:
+                        self._run_torch(raw, cls, by_torch, scalar_dtype)
                 if by_torch and trace is not None:
                     trace.add("kernels", f"{cls.__name__} ({unit.name})", start_s, time.perf_counter())
                 # All of a unit's parameters at once: the pool's threads go from one to the next without a gap.
@@ -1191,6 +1193,25 @@ def _set_scalar_dtype(entry: Any, source: _Source, scalar_dtype: torch.dtype) ->
     for name in _SCALARS if isinstance(entry, dict) else ():
         if isinstance(entry.get(name), torch.Tensor) and entry[name].dtype != dtype:
             entry[name] = entry[name].to(dtype)
+
+
+@contextlib.contextmanager
+def _host_autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast on the host as it was for the device at ``step()``: a class may multiply matrices (Muon).
+
+    Not ``torch.autocast``, whose end empties the cache of casts for every thread.
+    """
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_enabled("cpu", dtype is not None)
+        if dtype is not None:
+            torch.set_autocast_dtype("cpu", dtype)
+            torch.set_autocast_cache_enabled(False)
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", before[0])
+        torch.set_autocast_dtype("cpu", before[1])
+        torch.set_autocast_cache_enabled(before[2])
 
 
 class _Source:

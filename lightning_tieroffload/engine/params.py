@@ -121,9 +121,9 @@ class ParamSlot:
         self.left_in = 0  # the storage that the parameter was given at close
         # what wire.py watches
         self.castable = False
+        self.wire_seen: torch.dtype | None = None
         self.use_key: Any = None
         self.num_uses = 0
-        self.wire_seen: torch.dtype | None = None
         self.num_cast_grads = 0
         self.is_mixed = False
 

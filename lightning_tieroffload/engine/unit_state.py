@@ -110,7 +110,7 @@ class Form(enum.Enum):
 class WireState(enum.Enum):
     """Whether a unit's castable weights travel in 16 bits."""
 
-    WATCHING = "watching"  # full for now; uses are being counted
+    WATCHING = "watching"  # what compute leases is full; casts are made from it on the device, and uses counted
     READY = "ready"
     REFUSED = "refused"  # something other than autocast's own cast reads them
 
@@ -840,38 +840,47 @@ class UnitState:
     def home_address(self, slot: ParamSlot) -> int:
         return slot.home.data_ptr() if slot.split is None else int(slot.split.hi_u16.ctypes.data)
 
-    def make_wire(self, dtype: torch.dtype) -> Part:
-        """Give the castable weights a wire part. bf16: the home becomes the split master, whose high half it is.
+    @property
+    def castable_part(self) -> Part:
+        """The castable weights in full."""
+        return next(part for part in self.full_parts if part.castable)
 
-        fp16 keeps the fp32 home (16 more bits would not give it back) and casts at each upload. The home is settled.
-        """
-        full = next(part for part in self.full_parts if part.castable)
-        wire = self.wire = Part(self, Form.WIRE, dtype, full.slots, castable=True)
+    def make_wire(self, dtype: torch.dtype) -> Part:
+        """Give the castable weights a wire part. Their home stays as it is; what is uploaded is cast from it."""
+        wire = self.wire = Part(self, Form.WIRE, dtype, self.castable_part.slots, castable=True)
         wire.seal()
-        if dtype == torch.bfloat16:
-            low = self.low = Part(self, Form.LOW, torch.uint8, full.slots, castable=True)
-            arena = self.new_arena(
-                round_up(wire.nbytes, _GRAIN_NBYTES) + round_up(low.nbytes, _GRAIN_NBYTES),
-                f"split masters of {self.name}",
-                self.param_block,
-            )
-            high_block, low_block = arena.take(wire.nbytes), arena.take(low.nbytes)
-            wire.home_arena = low.home_arena = arena
-            wire.home_flat = high_block.tensor(dtype, (wire.nbytes // 2,))
-            low.home_flat = low_block.tensor(torch.uint8, (low.nbytes,))
-            wire.home_flat.zero_()
-            for index, slot in enumerate(full.slots):
-                split = self.split_views(index, wire.home_flat, low.home_flat)
-                split_f32(flat_numpy(slot.home), split.hi_u16, split.lo_u16, split.ties_u8)
-                slot.split = split
-                slot.home = None  # type: ignore[assignment]
-                slot.host_param = None  # a view of the old home, which it would keep mapped
-            full.home_flat = None
-            if full.home_arena is not None:
-                self._close_arena(full.home_arena, self.param_block)
-                full.home_arena = None
-        self.wire_state = WireState.READY
         return wire
+
+    def split_home(self) -> Part:
+        """Make a settled home the split master, whose high half is the home of the bf16 wire part; the low one is new.
+
+        Not for fp16: 16 more bits would not give the fp32 weight back.
+        """
+        full, wire = self.castable_part, self.wire
+        assert wire is not None
+        assert wire.dtype == torch.bfloat16
+        low = self.low = Part(self, Form.LOW, torch.uint8, full.slots, castable=True)
+        arena = self.new_arena(
+            round_up(wire.nbytes, _GRAIN_NBYTES) + round_up(low.nbytes, _GRAIN_NBYTES),
+            f"split masters of {self.name}",
+            self.param_block,
+        )
+        high_block, low_block = arena.take(wire.nbytes), arena.take(low.nbytes)
+        wire.home_arena = low.home_arena = arena
+        wire.home_flat = high_block.tensor(wire.dtype, (wire.nbytes // 2,))
+        low.home_flat = low_block.tensor(torch.uint8, (low.nbytes,))
+        wire.home_flat.zero_()
+        for index, slot in enumerate(full.slots):
+            split = self.split_views(index, wire.home_flat, low.home_flat)
+            split_f32(flat_numpy(slot.home), split.hi_u16, split.lo_u16, split.ties_u8)
+            slot.split = split
+            slot.home = None  # type: ignore[assignment]
+            slot.host_param = None  # a view of the old home, which it would keep mapped
+        full.home_flat = None
+        if full.home_arena is not None:
+            self._close_arena(full.home_arena, self.param_block)
+            full.home_arena = None
+        return low
 
     def split_views(self, index: int, wire_flat: torch.Tensor, low_flat: torch.Tensor) -> SplitMaster:
         """The split master of the castable slot ``index`` in host tensors with the layout of the wire and low parts."""

@@ -2,11 +2,13 @@
 
 [Note: wire precision] Under 16-bit autocast a Linear's fp32 weight is cast before use, and its gradient leaves the
 matmul in 16 bits. If every use of the weight is that cast, the weight may travel as 16 bits both ways: the matmul gets
-the bits that autocast would have made, and its 16-bit gradient, widened, is the fp32 gradient of the plain run. So a
-castable weight is first watched with everything in full: each use under autocast is counted, anything else refuses the
-unit for good. A unit whose castable weights were each used exactly once per pass becomes ready between two steps. From
-then on each use gets a stand-in (``_WireCast``), and whatever is not autocast's own cast still finds the fp32 weight:
-its full part is fetched for that call, and the unit travels in full again from there on.
+the bits that autocast would have made, and its 16-bit gradient, widened, is the fp32 gradient of the plain run. Each
+use that is autocast's cast gets a stand-in (``_WireCast``) over the wire part, from the first one on, so that autocast
+keeps no casts of its own: those of a whole model would be there at once, beside every budget. A castable weight is
+first watched with its full part leased as well, since what reads it past torch (an extension in C++) is not seen:
+anything else than the cast refuses the unit for good. One whose castable weights were all used becomes ready between
+two steps and travels in 16 bits. Whatever is not autocast's own cast still finds the fp32 weight then: its full part
+is fetched for that call, and the unit travels in full again from there on.
 
 Autocast's cache makes one cast of a weight serve every use until the outermost context ends: gradients of those uses
 are summed in 16 bits, gradients of different casts in fp32. A stand-in lives just as long, so that both sums are the
@@ -75,31 +77,28 @@ class Wire:
     ) -> Any:
         """Run ``func``, which was called with castable weights inside a compute window."""
         dtype = wire_dtype(self._space.device)
-        stand_ins: dict[Any, torch.Tensor] = {}
+        cast: list[ParamSlot] = []
+
+        def run() -> Any:
+            given, named = args, kwargs
+            if cast:
+                stand_ins = {slot.param: self._stand_in(slot) for slot in cast}
+                given = tuple(stand_ins.get(a, a) if isinstance(a, torch.nn.Parameter) else a for a in args)
+                named = {k: stand_ins.get(v, v) if isinstance(v, torch.nn.Parameter) else v for k, v in kwargs.items()}
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*given, **named)
+
         if func in _CASTING and dtype is not None:
-            stand_ins = {
-                slot.param: self._stand_in(slot)
-                for slot in slots
-                if self._used(slot, dtype) and self._has_wire(slot, dtype)
-            }
-            if stand_ins:
-                args = tuple(stand_ins.get(a, a) if isinstance(a, torch.nn.Parameter) else a for a in args)
-                kwargs = {k: stand_ins.get(v, v) if isinstance(v, torch.nn.Parameter) else v for k, v in kwargs.items()}
-            if len(stand_ins) == len(slots) and all(slot.unit.wire_state is WireState.READY for slot in slots):
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
+            cast = [slot for slot in slots if self._used(slot, dtype) and self._has_wire(slot, dtype)]
+            if len(cast) == len(slots) and all(slot.unit.wire_state is WireState.READY for slot in slots):
+                return run()  # the window has leased what they need
         elif torch.is_grad_enabled() or dtype is not None:
             for slot in slots:
                 self.refuse(slot, getattr(func, "__name__", str(func)))
 
         if func in _CASTING and dtype is not None and torch.is_autocast_cache_enabled():
-            self._note_cached([slot for slot in slots if slot.param not in stand_ins], dtype)
-
-        def run() -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-
-        parts = [slot.unit.wire if slot.param in stand_ins else slot.part for slot in slots]
+            self._note_cached([slot for slot in slots if slot not in cast], dtype)
+        parts = [slot.unit.wire if slot in cast else slot.part for slot in slots]
         return self._space.touch(list(dict.fromkeys(parts)), run)
 
     def _note_cached(self, slots: Sequence[ParamSlot], dtype: torch.dtype) -> None:
@@ -111,6 +110,11 @@ class Wire:
 
     def _has_wire(self, slot: ParamSlot, dtype: torch.dtype) -> bool:
         unit: UnitState = slot.unit
+        if unit.wire_state is WireState.WATCHING:
+            with self._space.lock:
+                if unit.wire is None:
+                    self._space.add_wire(unit, dtype)
+            return unit.wire.dtype == dtype  # type: ignore[union-attr]
         # Refused in the middle of a pass: the cast that it began with still serves the later uses.
         is_usable = unit.wire_state is WireState.READY or slot in self._casts
         return unit.wire is not None and unit.wire.dtype == dtype and is_usable
@@ -151,7 +155,6 @@ class Wire:
         slot.num_uses += 1
         if slot.num_uses > 1 and slot.unit.wire_state is WireState.WATCHING:
             self.refuse(slot, "a second use in one pass")  # its casts would all have to be kept apart: not worth it
-            return False
         if slot.wire_seen is None:
             slot.wire_seen = dtype
         elif slot.wire_seen != dtype:
@@ -176,11 +179,10 @@ class Wire:
         for unit in self._space.units:
             if unit.wire_state is not WireState.WATCHING:
                 continue
-            seen = {slot.wire_seen for slot in unit.slots if slot.castable}
-            if len(seen) == 1 and None not in seen:
-                dtype = seen.pop()
-                if dtype is not None and unit.wire is None:
-                    self._space.add_wire(unit, dtype)
+            if unit.wire is None or {slot.wire_seen for slot in unit.wire.slots} != {unit.wire.dtype}:
+                continue  # evaluation alone proves nothing about training
+            if unit.wire.dtype != torch.bfloat16 or self._space.split_home(unit):
+                unit.wire_state = WireState.READY
 
     @staticmethod
     def gradient_dtype(slot: ParamSlot) -> torch.dtype | None:
