@@ -12,6 +12,7 @@ from exactness import FULL, SLOW, Variant, check
 from fakes import Block, batches
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 from lightning_tieroffload import engine_of, offload
 
@@ -160,6 +161,27 @@ def test_the_first_step_takes_no_more_than_the_others() -> None:
     loss.backward()
     assert {grad.dtype for unit in engine.space.units for grad in unit._host_grads.values()} == {torch.bfloat16}
     engine.close()
+
+
+class Checkpointed(nn.Module):
+    """Its whole forward runs again in backward, and torch compares what both save."""
+
+    def __init__(self, inner: Uses) -> None:
+        super().__init__()
+        self.inner = inner
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.step = self.step
+        result: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return result
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("since", [0, 3])
+def test_weights_used_in_every_way_and_recomputed(how: str, since: int) -> None:
+    """A weight that is refused in forward is still the same to the forward that runs again in backward."""
+    check(build_of(lambda: Checkpointed(Uses(how, since))), amp_loop(), [FULL[3]])
 
 
 @pytest.mark.parametrize("how", ["once", "twice"])

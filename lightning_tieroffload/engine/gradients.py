@@ -88,7 +88,6 @@ class Gradients:
     def _end_backward(self, task: int) -> None:
         with self._space.lock:
             self._tasks.discard(task)
-            self._wire.num_passes += 1
             self.settle_all()
         if self.on_end is not None:
             self.on_end()

@@ -100,7 +100,7 @@ class ParamSlot:
 
     __slots__ = (
         "__weakref__", "castable", "dtype", "home", "host_param", "index", "is_mixed", "left_in", "name",
-        "num_cast_grads", "num_uses", "numel", "owner", "param", "part", "shape", "split", "stride", "unit", "use_key",
+        "num_cast_grads", "numel", "owner", "param", "part", "shape", "split", "stride", "unit",
         "wire_seen",
     )  # fmt: skip
 
@@ -122,8 +122,6 @@ class ParamSlot:
         # what wire.py watches
         self.castable = False
         self.wire_seen: torch.dtype | None = None
-        self.use_key: Any = None
-        self.num_uses = 0
         self.num_cast_grads = 0
         self.is_mixed = False
 

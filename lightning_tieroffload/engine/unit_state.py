@@ -652,6 +652,7 @@ class UnitState:
         self.state_parts: dict[tuple[str, int], list[Part]] = {}
         self.device_state: list[Part] = []
         self.wire_state = WireState.WATCHING if any(p.castable for p in self.full_parts) else WireState.REFUSED
+        self.is_wire_refused = False  # it was read otherwise, and so travels in full from the next step on
         self.has_casts = False  # stand-ins for autocast's casts are alive
         self.num_windows = 0
         self.window_threads: dict[int, int] = {}  # thread to how many of the open windows are its own

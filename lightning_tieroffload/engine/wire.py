@@ -8,7 +8,7 @@ keeps no casts of its own: those of a whole model would be there at once, beside
 first watched with its full part leased as well, since what reads it past torch (an extension in C++) is not seen:
 anything else than the cast refuses the unit for good. One whose castable weights were all used becomes ready between
 two steps and travels in 16 bits. Whatever is not autocast's own cast still finds the fp32 weight then: its full part
-is fetched for that call, and the unit travels in full again from there on.
+is fetched for that call, and the unit travels in full again from the next step on.
 
 Autocast's cache makes one cast of a weight serve every use until the outermost context ends: gradients of those uses
 are summed in 16 bits, gradients of different casts in fp32. A stand-in lives just as long, so that both sums are the
@@ -63,6 +63,11 @@ class _WireCast(torch.autograd.Function):
         return grad.to(ctx.slot.dtype), None
 
 
+def _is_leased_narrow(unit: UnitState) -> bool:
+    """Whether the open window has leased the wire part, and nobody can have written to the weight since."""
+    return unit.wire_state is WireState.READY and not unit.is_wire_refused
+
+
 class Wire:
     """Watches castable weights, decides, and stands in for them. For one device space."""
 
@@ -70,7 +75,6 @@ class Wire:
         self._space = space
         self._casts: dict[ParamSlot, tuple[torch.Tensor, int]] = {}  # autocast's cache: the stand-in and its references
         self._cached: set[ParamSlot] = set()  # whose cast autocast itself keeps
-        self.num_passes = 0  # advanced whenever a backward ends or a step is made
 
     def call(
         self, slots: Sequence[ParamSlot], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -90,8 +94,8 @@ class Wire:
 
         if func in _CASTING and dtype is not None:
             cast = [slot for slot in slots if self._used(slot, dtype) and self._has_wire(slot, dtype)]
-            if len(cast) == len(slots) and all(slot.unit.wire_state is WireState.READY for slot in slots):
-                return run()  # the window has leased what they need
+            if len(cast) == len(slots) and all(_is_leased_narrow(slot.unit) for slot in slots):
+                return run()
         elif torch.is_grad_enabled() or dtype is not None:
             for slot in slots:
                 self.refuse(slot, getattr(func, "__name__", str(func)))
@@ -149,12 +153,6 @@ class Wire:
         """Count a use by autocast's cast; False where the weight is not (any more) one that may travel in 16 bits."""
         if not torch.is_grad_enabled():
             return True
-        key = (self.num_passes, torch._C._current_graph_task_id())
-        if slot.use_key != key:
-            slot.use_key, slot.num_uses = key, 0
-        slot.num_uses += 1
-        if slot.num_uses > 1 and slot.unit.wire_state is WireState.WATCHING:
-            self.refuse(slot, "a second use in one pass")  # its casts would all have to be kept apart: not worth it
         if slot.wire_seen is None:
             slot.wire_seen = dtype
         elif slot.wire_seen != dtype:
@@ -163,20 +161,24 @@ class Wire:
         return True
 
     def refuse(self, slot: ParamSlot, why: str) -> None:
-        """The weight is read otherwise than by autocast's cast: its unit travels in full from now on."""
+        """The weight is read otherwise than by autocast's cast: its unit travels in full from the next step on.
+
+        Not before: what recomputes this forward must save the same tensors.
+        """
         slot.is_mixed = True
         unit: UnitState = slot.unit
-        if unit.wire_state is not WireState.REFUSED:
+        if not unit.is_wire_refused:
             _log.debug("%s: %s travels as fp32 (%s)", unit.name, slot.name, why)
-            unit.wire_state = WireState.REFUSED
+            unit.is_wire_refused = True
 
     def refuse_all(self, unit: UnitState) -> None:
         unit.wire_state = WireState.REFUSED
 
     def consider(self) -> None:
         """Between two steps: units whose castable weights were all seen, and only as allowed, become ready."""
-        self.num_passes += 1
         for unit in self._space.units:
+            if unit.is_wire_refused:
+                unit.wire_state = WireState.REFUSED
             if unit.wire_state is not WireState.WATCHING:
                 continue
             if unit.wire is None or {slot.wire_seen for slot in unit.wire.slots} != {unit.wire.dtype}:
