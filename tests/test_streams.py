@@ -12,7 +12,8 @@ from loopkit import mlp
 
 from lightning_tieroffload import engine_of, offload
 from lightning_tieroffload.concepts import Ticket
-from lightning_tieroffload.engine.streams import HostStreams, LinkRates, _CudaTicket
+from lightning_tieroffload.engine import activations
+from lightning_tieroffload.engine.streams import HostStreams, LinkRates, Pairs, _CudaTicket
 from lightning_tieroffload.errors import TransferTimeoutError
 
 
@@ -131,3 +132,39 @@ def test_rates_are_those_of_large_copies_that_have_ended() -> None:
     for _ in range(5):
         streams.upload([(torch.empty(1 << 19), torch.ones(1 << 19))], "x")
     assert set(streams.rates.medians()) == {"h2d"}
+
+
+def test_few_activations_are_on_their_way_down_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host enqueues a whole forward in no time; what it offloads must not all be on the device meanwhile."""
+    monkeypatch.setattr(activations, "_LEAVING_NBYTES", 3 * 8192)
+    outstanding: list[int] = []
+    most: list[int] = []
+
+    class Ticket:
+        def __init__(self, nbytes: int) -> None:
+            self.nbytes = nbytes
+            outstanding.append(nbytes)
+
+        def done(self) -> bool:
+            return self.nbytes not in outstanding
+
+        def wait(self, timeout_s: float | None = None) -> None:
+            outstanding.remove(self.nbytes)
+
+        def before_compute(self) -> None:
+            return None
+
+    class Downloads(HostStreams):
+        def download(self, pairs: Pairs, label: str) -> Any:
+            super().download(pairs, label)
+            ticket = Ticket(sum(target.nbytes for target, _ in pairs))
+            most.append(sum(outstanding))
+            return ticket
+
+    store = activations.ActivationStore(Downloads(lambda *_: None), pin=False)
+    packed = [store.pack(torch.randn(2048 + i)) for i in range(6)]
+    assert all(each is not None for each in packed)
+    assert most[-1] <= 3 * 8192
+    huge = [store.pack(torch.randn(100_000 + i)) for i in range(4)]
+    assert len(outstanding) <= 2, "two of any size, so that one can leave while the next is made"
+    del packed, huge

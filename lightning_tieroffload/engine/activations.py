@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = ["ActivationStore", "Offloaded", "offload_activations", "version_error
 
 LEAST_NBYTES = 4096  # a smaller tensor costs more to move than it frees
 _SEGMENT_NBYTES = 32 * MiB
+_LEAVING_NBYTES = 512 * MiB  # most that may be on its way down at a time, or two tensors
 
 
 def version_error(name: str, shape: Any, saved: int, current: int, hint: str = "") -> RuntimeError:
@@ -125,6 +127,7 @@ class ActivationStore:
         self._by_key: weakref.WeakValueDictionary[Any, _Saved] = weakref.WeakValueDictionary()
         self._in_order: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self._next_place = 0
+        self._leaving: deque[tuple[CopyTicket, int]] = deque()
         self.leased_nbytes = 0
         self.num_packed = 0
         self.num_forwarded = 0
@@ -161,12 +164,26 @@ class ActivationStore:
         saved.host = block.tensor(tensor.dtype, (span,))
         flat = tensor.detach().as_strided((span,), (1,))
         saved.label = f"activation ({self._unit_now()})"
+        self._make_way(nbytes)
         saved.download = self._streams.download([(saved.host, flat)], saved.label)
+        if saved.download is not LANDED:
+            self._leaving.append((saved.download, nbytes))
         self._on_moved("d2h", nbytes)
         self._in_order[saved.place] = saved
         self.leased_nbytes += nbytes
         weakref.finalize(saved, self._give_back, block, nbytes, saved.download).atexit = False
         return saved
+
+    def _make_way(self, nbytes: int) -> None:
+        """Memory on its way down is held until the copy has landed, and the host runs ahead of both: it waits here.
+
+        Else every activation of a forward that the host has enqueued in no time would be on the device at once.
+        """
+        while self._leaving and (
+            self._leaving[0][0].done()
+            or (len(self._leaving) > 1 and sum(n for _, n in self._leaving) + nbytes > _LEAVING_NBYTES)
+        ):
+            self._leaving.popleft()[0].wait()
 
     def _give_back(self, block: Block, nbytes: int, download: CopyTicket) -> None:
         # The graph may die while the copy still writes the block.
