@@ -4,9 +4,9 @@ Owns the memory of a timeline and its JSON. Knows neither torch nor the engine: 
 began and ended. Where nobody records there is no recorder, and each place that could record asks one ``is None``.
 
 [Note: events] An event is written by the thread in which it ended, into a deque of that thread alone, so writers take
-no lock. Between two steps all deques are emptied into the step that ended; the last few steps are kept. Deques and
-steps are bounded, and what did not fit is counted. Times on an accelerator come as marks that can be read only when the
-accelerator has got there: they wait, unread, for a later look, and nobody waits for them.
+no lock. Between two steps all deques are emptied into the step that ended, as they are; the last few steps are kept.
+Deques and steps are bounded, and what did not fit is counted. Times on an accelerator are marks, which are read when a
+timeline is written: nobody waits for them before.
 
 [Note: tracks] Times on the host's clock belong to their thread, so that each track shows one thing at a time: a lane
 with several threads has several tracks, ``read0``, ``read0 #2``. Times on the accelerator's belong to the lane alone:
@@ -83,6 +83,23 @@ class _Writer:
         self.thread = weakref.ref(threading.current_thread())
 
 
+class _Step:
+    """What threads wrote during one step, by the writer's index."""
+
+    __slots__ = ("batches", "num_events")
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int | None, list[_Raw]]] = []
+        self.num_events = 0
+
+    def take(self, index: int | None, events: list[_Raw]) -> int:
+        """Returns how many did not fit."""
+        kept = events[: 4 * _MOST_EVENTS - self.num_events]
+        self.batches.append((index, kept))
+        self.num_events += len(kept)
+        return len(events) - len(kept)
+
+
 class TraceRecorder:
     """Records from any thread; keeps the last ``num_steps`` steps and what came after them. See [Note: events].
 
@@ -96,9 +113,8 @@ class TraceRecorder:
         self._writers: list[_Writer] = []
         self._indices = itertools.count()
         self._lock = threading.Lock()
-        self._steps: collections.deque[collections.deque[_Event]] = collections.deque(maxlen=num_steps)
-        self._now: collections.deque[_Event] = collections.deque(maxlen=4 * _MOST_EVENTS)
-        self._unread: collections.deque[tuple[int, _Raw]] = collections.deque(maxlen=4 * _MOST_EVENTS)
+        self._steps: collections.deque[_Step] = collections.deque(maxlen=num_steps)
+        self._now = _Step()
         self._num_lost = 0
         self._step_began_s: float | None = None
 
@@ -124,47 +140,38 @@ class TraceRecorder:
             self._collect()
             began_s = self._step_began_s
             if began_s is None:  # the first one: nobody said when it began
-                began_s = min((event.begin_s for event in self._now), default=now_s)
-            self._put(_Event("steps", None, f"step {number}", began_s, now_s, 0))
+                starts = [raw[2] for _, batch in self._now.batches for raw in batch if isinstance(raw[2], float)]
+                began_s = min(starts, default=now_s)
+            self._now.take(None, [("steps", f"step {number}", began_s, now_s, 0)])
             self._step_began_s = now_s
             self._steps.append(self._now)
-            self._now = collections.deque(maxlen=4 * _MOST_EVENTS)
+            self._now = _Step()
         if self._clock is not None:
             self._clock.tie()
 
     # ------------------------------------------------------------------------------------------------- collecting
-    def _put(self, event: _Event) -> None:
-        self._num_lost += len(self._now) == self._now.maxlen
-        self._now.append(event)
-
     def _collect(self) -> None:
-        unread, self._unread = self._unread, collections.deque(maxlen=4 * _MOST_EVENTS)
-        for index, raw in unread:
-            self._read(index, raw)
         for writer in list(self._writers):
-            num_taken = 0
             num_written, writer.num_written = writer.num_written, 0  # a race costs a count of lost ones, no event
-            while writer.events:
-                self._read(writer.index, writer.events.popleft())
-                num_taken += 1
-            self._num_lost += max(0, num_written - num_taken)
+            batch = [writer.events.popleft() for _ in range(len(writer.events))]
+            self._num_lost += max(0, num_written - len(batch))
+            if batch:
+                self._num_lost += self._now.take(writer.index, batch)
             thread = writer.thread()
             if (thread is None or not thread.is_alive()) and not writer.events:
                 self._writers.remove(writer)
 
-    def _read(self, index: int, raw: _Raw) -> None:
+    def _read(self, index: int | None, raw: _Raw) -> _Event | None:
+        """The event with its times; None where the accelerator did not get there, or cannot say any more."""
         lane, name, begin, end, nbytes = raw
         if isinstance(begin, float):
-            self._put(_Event(lane, index, name, begin, end, nbytes))
-            return
+            return _Event(lane, index, name, begin, end, nbytes)
         assert self._clock is not None
         end_s = self._clock.at_s(end)
         begin_s = self._clock.at_s(begin) if end_s is not None else None
         if begin_s is None or end_s is None:
-            self._num_lost += len(self._unread) == self._unread.maxlen
-            self._unread.append((index, raw))
-        else:
-            self._put(_Event(lane, None, name, begin_s, max(begin_s, end_s), nbytes))
+            return None
+        return _Event(lane, None, name, begin_s, max(begin_s, end_s), nbytes)
 
     # ------------------------------------------------------------------------------------------------- Chrome's form
     def to_json(self) -> dict[str, Any]:
@@ -173,31 +180,33 @@ class TraceRecorder:
             self._clock.settle()
         with self._lock:
             self._collect()
-            events = [event for step in (*self._steps, self._now) for event in step]
-            num_lost, num_unread = self._num_lost, len(self._unread)
+            steps = (*self._steps, self._now)
+            found = [self._read(index, raw) for step in steps for index, batch in step.batches for raw in batch]
+            events = [event for event in found if event is not None]
+            num_lost = self._num_lost + len(found) - len(events)
         tracks: dict[tuple[str, int | None], list[_Event]] = {}
         for event in events:
             tracks.setdefault((event.lane, event.thread), []).append(event)
         origin_s = min((event.begin_s for event in events), default=0.0)
         pid = os.getpid()
-        found: list[dict[str, Any]] = [
+        result: list[dict[str, Any]] = [
             {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": "tieroffload"}}
         ]
         num_of: collections.Counter[str] = collections.Counter()
         for tid, key in enumerate(sorted(tracks, key=_track_rank), start=1):
             num_of[key[0]] += 1
             name = key[0] if num_of[key[0]] == 1 else f"{key[0]} #{num_of[key[0]]}"
-            found.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}})
-            found.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+            result.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}})
+            result.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
             for event, begin_ns, end_ns in _nested(tracks[key], origin_s):
                 args = {"args": {"nbytes": event.nbytes}} if event.nbytes else {}
                 at = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
-                found.append({"ph": "X", "pid": pid, "tid": tid, "cat": event.lane, "name": event.name, **at, **args})
+                result.append({"ph": "X", "pid": pid, "tid": tid, "cat": event.lane, "name": event.name, **at, **args})
         other = {
             "compute": "host" if self._clock is None else "device",
-            "num_lost_events": num_lost + num_unread,
+            "num_lost_events": num_lost,
         }
-        return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": other}
+        return {"traceEvents": result, "displayTimeUnit": "ms", "otherData": other}
 
     def to_text(self) -> str:
         """``to_json`` as text, an event a line."""

@@ -256,18 +256,28 @@ def test_marks_are_read_when_they_are_reached() -> None:
         recorder.add("h2d", f"fetch (h.{step})", begin, recorder.mark(), 8)
         recorder.add("update", f"update (h.{step})", time.perf_counter(), time.perf_counter())
         recorder.end_step(step)
-    assert len(recorder._unread) == 3
-    clock.reached_s = time.perf_counter()
     recorder.end_step(4)
-    assert len(recorder._unread) == 0
     late = recorder.mark()
     recorder.add("compute", "forward (h.9)", late, recorder.mark())
     timeline = recorder.to_json()
     assert_sound(timeline)
     assert timeline["otherData"]["compute"] == "device"
     assert [e["name"] for e in events_of(timeline, "compute")] == ["forward (h.9)"]
-    assert len(events_of(timeline, "h2d")) == 3
+    assert [e["name"] for e in events_of(timeline, "h2d")] == ["fetch (h.3)"]
     assert [e["name"] for e in events_of(timeline, "steps")] == ["step 3", "step 4"]
+
+
+def test_marks_that_were_never_reached_are_left_out_and_counted() -> None:
+    """The device of a run that failed may never get there, or say nothing any more."""
+    clock = LateClock()
+    recorder = TraceRecorder(2, clock)
+    recorder.add("h2d", "fetch (h.0)", recorder.mark(), recorder.mark())
+    clock.reached_s = time.perf_counter()
+    recorder.add("h2d", "fetch (h.1)", recorder.mark(), recorder.mark())
+    clock.settle = lambda: None  # type: ignore[method-assign]
+    timeline = recorder.to_json()
+    assert [e["name"] for e in events_of(timeline, "h2d")] == ["fetch (h.0)"]
+    assert timeline["otherData"]["num_lost_events"] == 1
 
 
 def test_memory_is_bounded_and_what_is_lost_is_counted() -> None:
@@ -284,7 +294,7 @@ def test_memory_is_bounded_and_what_is_lost_is_counted() -> None:
         for thread in threads:
             thread.join()
         recorder.end_step(step)
-    assert sum(len(step) for step in recorder._steps) <= 2 * (3 * _MOST_EVENTS + 1)
+    assert sum(step.num_events for step in recorder._steps) <= 2 * (3 * _MOST_EVENTS + 1)
     assert not recorder._writers  # of threads that are gone
     timeline = recorder.to_json()
     assert timeline["otherData"]["num_lost_events"] == 5 * 3 * _MOST_EVENTS
@@ -295,7 +305,7 @@ def test_memory_is_bounded_and_what_is_lost_is_counted() -> None:
             thread.start()
             thread.join()
         recorder.end_step(0)
-    assert max(len(step) for step in recorder._steps) <= 4 * _MOST_EVENTS
+    assert max(step.num_events for step in recorder._steps) <= 4 * _MOST_EVENTS
 
 
 def test_threads_that_write_at_once_lose_nothing() -> None:

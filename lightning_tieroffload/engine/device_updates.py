@@ -257,8 +257,10 @@ def is_state_held(unit: UnitState, slots: Iterable[ParamSlot], state: dict[Any, 
     if any(part.num_home_aliases() > 0 for part in parts):
         return True
     shared = {part.home_flat.untyped_storage().data_ptr() for part in parts if part.home_flat is not None}
+    own_entry_refs, own_tensor_refs = _OWN_REFS_IN_STATE
     for slot in slots:
-        if any(now > own for now, own in zip(_refs_in_state(state, slot.param), _OWN_REFS_IN_STATE, strict=True)):
+        num_entry_refs, num_tensor_refs = _refs_in_state(state, slot.param)
+        if num_entry_refs > own_entry_refs or num_tensor_refs > own_tensor_refs:
             return True
         entry = dict.get(state, slot.param)
         for tensor in entry.values() if isinstance(entry, dict) else ():

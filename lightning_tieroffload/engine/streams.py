@@ -15,6 +15,7 @@ compute-stream order, after the copy.
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 import statistics
 import threading
@@ -530,10 +531,14 @@ class DeviceClock:
 
     def at_s(self, mark: Any) -> float | None:
         event, (tie, tie_s) = mark
-        return tie_s + float(tie.elapsed_time(event)) / 1e3 if event.query() else None
+        try:
+            return tie_s + float(tie.elapsed_time(event)) / 1e3 if event.query() else None
+        except RuntimeError:  # the device has failed, and every call says so
+            return None
 
     def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
 
 
 def make_clock(device: torch.device) -> DeviceClock | None:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_rates import arrays_of, thread_counts
+from kernel_rates import measure as measure_in_turns
 
 from lightning_tieroffload.kernels import registry
 from lightning_tieroffload.kernels.pool import KernelPool
@@ -104,3 +106,16 @@ def test_split_master(benchmark: Any, direction: str, num_threads: int) -> None:
             direction=direction,
         )
     assert np.array_equal(master.to_f32(), values)
+
+
+@pytest.mark.parametrize("num_threads", thread_counts())
+def test_rates_beside_torch_and_a_triad(benchmark: Any, num_threads: int) -> None:
+    """See kernel_rates.py, which runs without pytest too."""
+    before = torch.get_num_threads()
+    lines = benchmark.pedantic(lambda: measure_in_turns(num_threads, arrays_of(1 << 24), num_rounds=3), rounds=1)
+    torch.set_num_threads(before)
+    for line in lines:
+        shown = {name: round(line[name], 3) for name in ("gparam_per_s", "ratio_to_torch", "frac_of_triad")}
+        benchmark.extra_info[line["form"]] = shown
+        print(f"\n{num_threads} threads, {line['form']}: {shown}")
+        assert line["ratio_to_torch"] > 0
