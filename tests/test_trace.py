@@ -210,6 +210,37 @@ def test_a_run_that_fails_leaves_its_timeline(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["plan.json", "report.json", "timeline.json"]
 
 
+def test_a_fit_that_fails_leaves_its_timeline(tmp_path: Path) -> None:
+    """Under Lightning, whose teardown comes before the process ends; the error is the user's own."""
+    import lightning.pytorch as pl
+
+    from lightning_tieroffload import TierOffloadStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Stack()
+
+        def training_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
+            if index == 3:
+                raise RuntimeError("in the middle of step 4")
+            return self.net(x).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    given = {"device_budget": "32KiB", "dram_budget": "1GiB", "profile_steps": 0, "trace_path": tmp_path}
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", strategy=TierOffloadStrategy(**given), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="in the middle of step 4"):
+        trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(24, 24), batch_size=4))
+    timeline = json.loads((tmp_path / "timeline.json").read_text())
+    assert_sound(timeline)
+    assert [e["name"] for e in events_of(timeline, "steps")] == ["step 1", "step 2", "step 3"]
+
+
 def test_what_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "timeline.json").mkdir()
     model = Stack()
