@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import FULL, SLOW, Variant, check
+from exactness import FULL, QUICK, SLOW, Variant, check
 from fakes import Block, batches
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from lightning_tieroffload import engine_of, offload
+from lightning_tieroffload.errors import UnsupportedError
 
 
 class Refused(nn.Module):
@@ -321,6 +322,62 @@ def test_updates_that_multiply_matrices(dtype: torch.dtype, is_inside: bool) -> 
     check(
         build, loop, [FULL[1], *(Variant(SLOW, prefetch=4, seed=i, every_look=False, budget="tight") for i in range(8))]
     )
+
+
+@pytest.mark.parametrize("since", [0, 2])
+@pytest.mark.parametrize("how", ["step", "foreach", "write"])
+def test_weights_that_change_inside_the_autocast_context(how: str, since: int) -> None:
+    """What follows in the context uses the casts made before the change, as in a step of manual optimization."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(6, 8, 16)):
+            with torch.autocast("cpu", torch.bfloat16):
+                first = model(x).float().pow(2).mean()
+                if step >= since:
+                    first.backward()
+                    with torch.no_grad():
+                        if how == "step":
+                            optimizer.step()
+                        elif how == "foreach":
+                            torch._foreach_add_(list(model.parameters()), 0.01)
+                        else:
+                            for p in model.parameters():
+                                p.mul_(1.01)
+                    optimizer.zero_grad()
+                second = model(x + 1).float().pow(2).mean()
+                with torch.no_grad():
+                    third = model(x - 1)
+            second.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=second, first=first, third=third)
+
+    build = build_of(lambda: nn.Sequential(*[Block(16, 16) for _ in range(3)]))
+    if how != "step":  # by hand: the old bits are gone when that is noticed
+        with pytest.raises(UnsupportedError, match="clear_autocast_cache"):
+            check(build, loop, QUICK)
+        return
+    check(build, loop, FULL)
+
+
+def test_a_cast_that_was_not_kept_is_not_replaced_by_another() -> None:
+    """Two contexts ended right after their step: the third's casts are not kept, and a use of them is an error."""
+
+    def loop(model: Any, optimizer: Any, look: Any, last: bool) -> None:
+        for step, x in enumerate(batches(5, 8, 16)):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if last and step == 4:
+                    model(x)
+            look(loss=loss)
+
+    build = build_of(lambda: nn.Sequential(*[Block(16, 16) for _ in range(3)]))
+    check(build, lambda *args: loop(*args, last=False), QUICK)
+    with pytest.raises(UnsupportedError, match="clear_autocast_cache"):
+        check(build, lambda *args: loop(*args, last=True), QUICK)
 
 
 def test_double_backward_under_autocast() -> None:

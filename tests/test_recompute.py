@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ import torch
 from exactness import FULL, POISON, QUICK, SLOW, Variant, attach, check, one_thread, seed_all
 from fakes import Block, Stack, batches, gpt_tiny, mlp, mlp_loss, token_batches
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
@@ -452,6 +457,194 @@ def test_a_parameter_changed_before_backward_is_an_error() -> None:
         loss.backward()
     engine.reset()
     engine.close()
+
+
+# ---------------------------------------------------------------- what surrounds forward alone
+
+_strength = contextvars.ContextVar("strength", default=1.0)
+_thread_local = threading.local()
+_thread_local.strength = 1.0
+
+
+class Attending(nn.Module):
+    """Shows all that surrounds it: attention's backend, the convolution's, default dtype, a buffer, two globals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(24, 72)
+        self.convolve = nn.Conv1d(8, 8, 3, padding=1)
+        self.register_buffer("gain", torch.ones(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 12)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        noise = torch.randn(y.shape).float() * (torch.tensor(0.1) * 0.3).float()
+        return torch.tanh(x + self.convolve(y) * self.gain * _strength.get() * _thread_local.strength + noise)
+
+
+@contextlib.contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def globals_set() -> Iterator[None]:
+    token = _strength.set(1.3)
+    _thread_local.strength = 0.7
+    try:
+        yield
+    finally:
+        _strength.reset(token)
+        _thread_local.strength = 1.0
+
+
+def lent_parameters(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A step of gradient descent inside the loss, as meta-learning takes it."""
+    params = dict(model.named_parameters())
+    first = torch.func.functional_call(model, params, (x,)).pow(2).mean()
+    grads = torch.autograd.grad(first, list(params.values()), create_graph=True)
+    fast = {name: p - 0.1 * grad for (name, p), grad in zip(params.items(), grads, strict=True)}
+    return torch.func.functional_call(model, fast, (x,)).pow(2).mean()
+
+
+def lent_buffers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    buffers = {name: torch.rand_like(b) for name, b in model.named_buffers()}
+    return torch.func.functional_call(model, buffers, (x,)).pow(2).mean()
+
+
+def around(context: Callable[[], Any]) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with context():
+            return model(x).pow(2).mean()
+
+    return loss_of
+
+
+SURROUNDINGS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "attention": around(lambda: sdpa_kernel([SDPBackend.MATH])),
+    "mkldnn": around(lambda: torch.backends.mkldnn.flags(enabled=False)),
+    "default dtype": around(default_dtype),
+    "globals": around(globals_set),
+    "parametrizations": around(parametrize.cached),
+    "lent parameters": lent_parameters,
+    "lent buffers": lent_buffers,
+}
+
+
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_what_surrounds_forward_alone(name: str, first: int, activations: str) -> None:
+    """From step ``first`` on, forward's surroundings are gone when backward comes: activations stay, nothing fails."""
+
+    def make() -> nn.Module:
+        # Attention's fast backward on a CPU has no derivative of its own.
+        model = stack_of(Dropping if name == "lent parameters" else Attending, 3)()
+        if name == "parametrizations":
+            for block in model:
+                parametrizations.weight_norm(block.project)
+        return model
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(6, 2, 8, 24)):
+            loss = SURROUNDINGS[name](model, x) if step >= first else model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    variants = [Variant(budget="all"), Variant(SLOW, prefetch=2, seed=1, every_look=False, budget="all")]
+    check(adamw(make), loop, variants, activations=activations)
+
+
+def test_globals_that_stay_may_vary() -> None:
+    """A global that forward reads and the loop sets before each step is no reason to keep."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(6, 2, 8, 24)):
+            _thread_local.strength = 1.0 + 0.1 * step
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+        _thread_local.strength = 1.0
+
+    build = adamw(stack_of(Attending, 3))
+    check(build, loop, [Variant(budget="all")], activations="recompute")
+    assert set(dropped_by(build, loop, Variant(budget="all")).values()) == {4}
+
+
+def test_a_list_that_is_another_in_backward_is_not_computed_with() -> None:
+    """Deep in an attribute, changed in place around forward alone: said, not computed."""
+
+    class Configured(Dropping):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = {"scale": [1.0]}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.settings["scale"][0]
+
+    model = stack_of(Configured)()
+    engine = attach(model, None, Variant(budget="all"), activations="recompute")
+    for _ in range(2):
+        model(torch.randn(8, 24)).sum().backward()
+    model[1].settings["scale"][0] = 2.0
+    loss = model(torch.randn(8, 24)).sum()
+    model[1].settings["scale"][0] = 1.0
+    with pytest.raises(RuntimeError, match="unit 1 recomputes its activations"):
+        loss.backward()
+    engine.reset()
+    engine.close()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+def test_updates_inside_autocast(activations: str) -> None:
+    """Autocast goes on with the casts that it made before the update, so a second run outside would see others."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(5, 16, 64)):
+            with torch.autocast("cpu", torch.bfloat16):
+                if step % 2:
+                    mlp_loss(model, x).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                loss = mlp_loss(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(adamw(lambda: mlp(4)), loop, FULL, activations=activations)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+def test_backward_one_step_late(activations: str) -> None:
+    """Where only biases learn plain lets an update come before backward: watched calls that wait are noticed."""
+
+    def make() -> nn.Module:
+        model = mlp(4)
+        for name, p in model.named_parameters():
+            p.requires_grad_("bias" in name)
+        return model
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        late = None
+        for x in batches(6, 16, 64):
+            loss = mlp_loss(model, x)
+            if late is not None:
+                late.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            look(loss=loss)
+            late = loss
+
+    check(adamw(make), loop, QUICK, activations=activations)
 
 
 # ---------------------------------------------------------------- per unit, and with others

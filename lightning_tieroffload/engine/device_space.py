@@ -88,10 +88,12 @@ class DeviceSpace:
         self._unit_at: weakref.WeakValueDictionary[int, UnitState] = weakref.WeakValueDictionary()
         self._dead: collections.deque[tuple[str, list[int]]] = collections.deque()  # shard and charge of gone parts
         self.wire_dtype: torch.dtype | None = None  # what autocast cast to when a window last opened
+        self.num_autocasts = 0  # outermost contexts of autocast that have ended
         self.cached_casts_nbytes = 0  # of 16-bit copies that autocast keeps of weights, beside what the budget covers
         self.kept_nbytes = 0  # of device_budget, for activations that a plan keeps: room that fetches leave if they can
         self.moved_nbytes = {"h2d": 0, "d2h": 0, "read": 0, "write": 0}
         self.stall_s = {"h2d": 0.0, "d2h": 0.0, "read": 0.0, "write": 0.0, "update": 0.0}
+        self.on_written: Callable[[list[ParamSlot]], None] = lambda slots: None  # weights of which casts are alive
         self.is_worker: Callable[[], bool] = lambda: False  # whether the calling thread is one of the engine's own
         self.on_saved: Callable[[torch.Tensor], None] | None = None  # told of each saved tensor that is no parameter
         self.num_prefetch_misses = 0
@@ -129,6 +131,10 @@ class DeviceSpace:
     @property
     def units(self) -> list[UnitState]:
         return list(self._unit_at.values())
+
+    def end_autocast(self) -> None:
+        """Autocast's outermost context has ended: its casts are gone."""
+        self.num_autocasts += 1
 
     @property
     def streams(self) -> Streams:
@@ -264,6 +270,9 @@ class DeviceSpace:
         with torch._C.DisableTorchFunctionSubclass():
             versions = [slot.param._version for slot in part.slots]
         written = versions != part.versions
+        if written and part.unit.has_casts:
+            changed = zip(part.slots, versions, part.versions, strict=False)
+            self.on_written([slot for slot, now, then in changed if now != then])
         if part.is_handed_out:
             # What is done through an alias shows nowhere, so as long as one lives the part counts as written.
             written = True

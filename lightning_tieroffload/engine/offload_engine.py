@@ -112,6 +112,7 @@ class _Core:
         )
         self.wire = Wire(self.space)
         torch_patches.when_autocast_ends(self.wire.drop_casts)
+        torch_patches.when_autocast_ends(self.space.end_autocast)
         torch_patches.before_compiling(self._finish_updates)
         self.gradients = Gradients(self.space, self.wire)
         self.place = _placer(device)

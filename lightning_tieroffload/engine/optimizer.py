@@ -593,12 +593,14 @@ class Updates:
         if self.before_step is not None:
             self.before_step(raw)
         if not self.runs_per_unit(raw):
+            self._wire.keep_casts()
             return self._step_whole(raw, cls, args, kwargs)
         closure = _closure_in(*args, **kwargs)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._wire.keep_casts()
         with self._space.lock, torch._C._InferenceMode(False):
             torch._C._set_grad_enabled(False)
             self._space.host.begin_step()

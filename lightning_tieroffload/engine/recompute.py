@@ -10,7 +10,12 @@ containers and objects in them, globals and closures that its forwards name, Pyt
 and anything, inputs included, that has changed by the time backward comes. Only then the unit is accepted. The cheap
 half is repeated at each call, and activations are dropped at the end of a call that was clean: until then they are
 kept. A call that is not like that is no fault and keeps its activations: evaluation, inputs that are more than tensors
-and plain values (a cache), hooks of others, a checkpoint around it.
+and plain values (a cache), hooks of others, a checkpoint around it, weights that changed under autocast's cached casts.
+
+[Note: forward's surroundings] What surrounds forward need not surround backward: a context manager that chooses how
+attention is computed, a default dtype, tensors lent by ``functional_call``, a global or context variable. Such things
+begin at any step. So a call whose surroundings are not those that were accepted is watched like the first one, and so
+is every call while one that is watched waits for its backward.
 
 [Note: as in forward] While forward runs again, module attributes and training flags are those that it saw, batch
 statistics go to copies of the buffers, and hooks that came since stay silent. Parameters, buffers and inputs that have
@@ -21,12 +26,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
+import functools
 import inspect
 import itertools
 import logging
 import random
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -55,7 +63,7 @@ _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 _NOT_STATE = frozenset(vars(nn.Module())) - {
     "training"
 }  # parameters, buffers, children and hooks have rules of their own
-_DEEP, _SHALLOW = 4, 1
+_DEPTH = 4  # of containers and objects that are looked into
 _NUM_FUNCTIONS = 200  # that a unit's forwards lead to are looked at
 _TAKES_EARLY_STOP = (
     "early_stop" in inspect.signature(torch_checkpoint._checkpoint_without_reentrant_generator).parameters
@@ -88,6 +96,8 @@ def _token_of(value: Any, depth: int, seen: set[int]) -> Any:
             return (id(value), 0 if value.is_inference() else value._version)
     if isinstance(value, _STATELESS):
         return id(value)
+    if isinstance(value, contextvars.ContextVar):
+        return (id(value), _token(value.get(None), depth, seen))
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, random.Random):
@@ -132,6 +142,37 @@ def _global_generators() -> Any:
 
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2:]
+
+
+_FLAGS = (
+    *("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled"),
+    *("_get_overrideable_sdp_enabled", "_get_math_sdp_allow_fp16_bf16_reduction", "_get_sdp_priority_order"),
+    *("_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_mkldnn_enabled"),
+    *("_get_mkldnn_deterministic", "_get_nnpack_enabled", "_get_cublas_allow_fp16_reduced_precision_reduction"),
+    *("_get_cublas_allow_bf16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation"),
+    *("_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only"),
+    *("_get_deterministic_fill_uninitialized_memory",),
+)
+_OLD_PRECISIONS = ("_get_float32_matmul_precision", "_get_cublas_allow_tf32", "_get_cudnn_allow_tf32")
+_PRECISIONS = [("generic", "all")] + [(b, op) for b in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
+
+
+def _readers_of_flags() -> list[Callable[[], Any]]:
+    readers: list[Callable[[], Any]] = [getattr(torch._C, name) for name in _FLAGS if hasattr(torch._C, name)]
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if precision is None:  # where there is, the old names warn when they are read
+        return readers + [getattr(torch._C, name) for name in _OLD_PRECISIONS]
+    return readers + [functools.partial(precision, *which) for which in _PRECISIONS]
+
+
+_READ_FLAGS = _readers_of_flags()
+
+
+def _flags() -> Any:
+    """Settings of torch that change what an operation computes or saves. The same in every thread."""
+    parametrize = sys.modules.get("torch.nn.utils.parametrize")
+    cached = getattr(parametrize, "_cache_enabled", 0)
+    return torch.get_default_dtype(), cached, [read() for read in _READ_FLAGS]
 
 
 def _names_of(code: types.CodeType) -> set[str]:
@@ -274,11 +315,10 @@ class _Packed:
 class _Again:
     """What is needed to run one call's forward again, and whether that would still give the same."""
 
-    def __init__(self, owner: Recompute, args: Any, modules: list[nn.Module], depth: int) -> None:
+    def __init__(self, owner: Recompute, args: Any, modules: list[nn.Module]) -> None:
         self._owner = owner
         self._args = args
         self._modules = modules
-        self._depth = depth
         self._attributes: list[dict[str, Any]] = []
         self._flags: list[bool] = []  # requires_grad of the parameters
         self._at_end: Any = None
@@ -287,17 +327,17 @@ class _Again:
     def state(self) -> Any:
         """Everything but inputs that forward can see or change, as something to compare."""
         seen: set[int] = set()
-        parts: list[Any] = []
+        parts: list[Any] = [_flags()]
         with torch._C.DisableTorchFunctionSubclass():
             for module in self._modules:
                 for name, value in vars(module).items():
                     if name not in _NOT_STATE:  # plain values as they are: this runs three times a call
                         parts.append(name)
-                        parts.append(value if type(value) in _PLAIN else _token(value, self._depth, seen))
+                        parts.append(value if type(value) in _PLAIN else _token(value, _DEPTH, seen))
                 held: list[Any] = [module._parameters] if _counts(module) else [module._parameters, module._buffers]
                 parts += [(name, _token(t, 1, seen)) for table in held for name, t in table.items()]
                 parts += [(name, id(child)) for name, child in module._modules.items()]
-            parts += [_token(read(), self._depth, seen) for read in self._owner.outside]
+            parts += [_token(read(), _DEPTH, seen) for read in self._owner.outside]
         return parts
 
     def remember(self, state: Any) -> None:
@@ -394,7 +434,7 @@ class Region:
         self._is_to_be_checked = False
         self._inputs = [(tensor.detach(), tensor._version) for tensor in tensors]
         self._generators = _global_generators()
-        self._again = _Again(owner, args, modules, _SHALLOW if owner.is_accepted else _DEEP)
+        self._again = _Again(owner, args, modules)
         self.watch: Watch | None = None
         if not owner.is_accepted:
             norms = [m for m in modules if _counts(m)]
@@ -423,6 +463,7 @@ class Region:
             return self._unpack(packed.holder)  # type: ignore[no-any-return]
         if self._is_to_be_checked:
             self._is_to_be_checked = False
+            self._owner.unchecked.discard(self)
             self._check_after()
         if kept._version != packed.version:
             raise version_error("a saved tensor", kept.shape, packed.version, kept._version)
@@ -470,6 +511,7 @@ class Region:
         self._again.remember(state)
         if watch is not None:
             self._is_to_be_checked = True
+            self._owner.unchecked.add(self)
             return
         self._inputs = []  # torch's checkpoint has them
         self._owner.num_dropped += 1
@@ -502,11 +544,17 @@ class Recompute:
         self.why_refused: str | None = None
         self.why_not_now: str | None = None
         self.num_dropped = 0
+        self.unchecked: weakref.WeakSet[Region] = weakref.WeakSet()  # watched calls that wait for their backward
         self.outside: list[Callable[[], Any]] = []
         self._root = root
         self._space = space
         self._on_refused = on_refused
         self._known: list[nn.Module] = []
+        self._surroundings: Any = None
+        self._globals: Any = None
+        self._globals_varied = False  # since they were last accepted
+        self._globals_may_vary = False
+        self._cast_versions: tuple[int, Any] = (-1, None)
 
     @property
     def on_saved(self) -> Callable[[torch.Tensor], None] | None:
@@ -514,6 +562,7 @@ class Recompute:
 
     def accept(self) -> None:
         self.is_accepted = self.why_refused is None
+        self._globals_may_vary |= self._globals_varied
 
     def refuse(self, why: str) -> None:
         """Never again: its activations are kept."""
@@ -527,7 +576,10 @@ class Recompute:
         if self.why_refused is not None:
             return None
         modules = list(self._root.modules())
+        has_stale_casts = self._has_stale_casts(modules)
         self.why_not_now = self._why_not_now(modules)
+        if self.why_not_now is None and has_stale_casts:
+            self.why_not_now = "weights changed within autocast's context"
         if self.why_not_now is not None:
             return None
         tensors: list[torch.Tensor] = []
@@ -543,7 +595,37 @@ class Recompute:
             self._known = modules
             self.outside = _outside_names(modules)
             self.is_accepted = False  # other modules than those that were watched
+        self._look_around(modules)
         return Region(self, taken, tensors, modules)
+
+    def _look_around(self, modules: list[nn.Module]) -> None:
+        """Watch this call where its surroundings are others. Globals that vary and stay until backward may vary."""
+        surroundings = (
+            _flags(), [id(t) for m in modules for table in (m._parameters, m._buffers) for t in table.values()]
+        )  # fmt: skip
+        if surroundings != self._surroundings:
+            self._surroundings = surroundings
+            self.is_accepted = False
+        if not self._globals_may_vary:
+            seen: set[int] = set()
+            found = [_token(read(), _DEPTH, seen) for read in self.outside]
+            if found != self._globals:
+                self._globals_varied = self._globals is not None
+                self._globals = found
+                self.is_accepted = False
+        if self.unchecked:
+            self.is_accepted = False
+
+    def _has_stale_casts(self, modules: list[nn.Module]) -> bool:
+        """Whether weights changed since autocast may have cached their casts: forward uses those, a second run not."""
+        if not torch.is_autocast_enabled(self._space.device.type) or not torch.is_autocast_cache_enabled():
+            return False
+        versions = [(id(p), _version(p)) for m in modules for p in m._parameters.values() if p is not None]
+        context, then = self._cast_versions
+        if context != self._space.num_autocasts:
+            self._cast_versions = (self._space.num_autocasts, versions)
+            return False
+        return bool(versions != then)
 
     def _why_not_now(self, modules: list[nn.Module]) -> str | None:
         if not torch.is_grad_enabled() or not self._root.training:

@@ -13,6 +13,13 @@ is fetched for that call, and the unit travels in full again from the next step 
 Autocast's cache makes one cast of a weight serve every use until the outermost context ends: gradients of those uses
 are summed in 16 bits, gradients of different casts in fp32. A stand-in lives just as long, so that both sums are the
 plain run's; a pass with several casts, or with another use beside them, sends its gradient in fp32.
+
+[Note: updates inside autocast] A cached cast outlives an update: what follows in the same context, as in Lightning's
+manual optimization, computes with the old weights. A stand-in's memory is fetched anew and would give the new ones. So
+where a step or a write comes while stand-ins live, they get memory of their own, with the old bits, outside the budget
+as autocast's own casts are. Most such contexts end right after the step and need none of it: when the first two have
+made no use of it no more is kept, and a use that does come later is an error that says so. So is one after user code
+itself has written to the weight in such a context: its old bits are gone when that is noticed.
 """
 
 from __future__ import annotations
@@ -26,10 +33,13 @@ import torch
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.unit_state import UnitState, WireState
+from lightning_tieroffload.errors import UnsupportedError
 
 __all__ = ["Wire", "wire_dtype"]
 
 _log = logging.getLogger(__name__)
+
+_NUM_KEPT = 2  # contexts with an update inside, until it has shown whether old casts are used
 
 # Functions whose autocast policy, on CPU and CUDA alike, is "cast floating-point arguments to 16 bits, then run".
 _CASTING = frozenset(
@@ -53,14 +63,14 @@ class _WireCast(torch.autograd.Function):
     """Autocast's cast of a weight without reading the weight: the wire copy out, the gradient widened."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, slot: ParamSlot, kept: list[torch.Tensor]) -> torch.Tensor:
         ctx.slot = slot
-        return slot.unit.wire.fresh_view(slot)  # type: ignore[no-any-return]
+        return kept[0] if kept else slot.unit.wire.fresh_view(slot)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.slot.num_cast_grads += 1
-        return grad.to(ctx.slot.dtype), None
+        return grad.to(ctx.slot.dtype), None, None
 
 
 def _is_leased_narrow(unit: UnitState) -> bool:
@@ -75,6 +85,10 @@ class Wire:
         self._space = space
         self._casts: dict[ParamSlot, tuple[torch.Tensor, int]] = {}  # autocast's cache: the stand-in and its references
         self._cached: set[ParamSlot] = set()  # whose cast autocast itself keeps
+        self._outdated: set[ParamSlot] = set()  # whose weight has changed since its cast was made
+        self._num_updates_inside = 0  # contexts in which there was an update
+        self._is_old_cast_used = False  # in one of them, after the update
+        space.on_written = self._note_written
 
     def call(
         self, slots: Sequence[ParamSlot], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -114,30 +128,71 @@ class Wire:
 
     def _has_wire(self, slot: ParamSlot, dtype: torch.dtype) -> bool:
         unit: UnitState = slot.unit
+        if slot in self._cached and slot not in self._casts:
+            return False  # it became ready in the middle of a context: autocast's own cast serves until that ends
         if unit.wire_state is WireState.WATCHING:
             with self._space.lock:
                 if unit.wire is None:
                     self._space.add_wire(unit, dtype)
             return unit.wire.dtype == dtype  # type: ignore[union-attr]
         # Refused in the middle of a pass: the cast that it began with still serves the later uses.
-        is_usable = unit.wire_state is WireState.READY or slot in self._casts
+        is_usable = unit.wire_state is WireState.READY or slot in self._casts or slot in self._outdated
         return unit.wire is not None and unit.wire.dtype == dtype and is_usable
 
     def _stand_in(self, slot: ParamSlot) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            if not (torch.is_grad_enabled() and slot.param.requires_grad):
+            if not (torch.is_grad_enabled() and slot.param.requires_grad) and slot not in self._outdated:
                 return slot.unit.wire.fresh_view(slot)  # type: ignore[no-any-return]
             if not torch.is_autocast_cache_enabled():
-                return _WireCast.apply(slot.param, slot)  # type: ignore[no-untyped-call,no-any-return]
+                return _WireCast.apply(slot.param, slot, [])  # type: ignore[no-untyped-call,no-any-return]
             with self._space.lock:
                 cast = self._casts.get(slot)
+                if slot in self._outdated:
+                    self._is_old_cast_used = True
+                    if cast is None:
+                        raise UnsupportedError(
+                            f"{slot.unit.name}: {slot.name} is used again after it changed inside autocast's "
+                            "context, where the plain run computes with the cast that it made before, and that cast "
+                            "was not kept. Take the step or the write out of the context, call "
+                            "torch.clear_autocast_cache() after it, or use torch.autocast(..., cache_enabled=False)."
+                        )
                 if cast is None:
                     slot.unit.has_casts = True
-                    cast = self._casts[slot] = slot.unit.wire.keep(lambda: _WireCast.apply(slot.param, slot))  # type: ignore[no-untyped-call]
+                    cast = self._casts[slot] = slot.unit.wire.keep(lambda: _WireCast.apply(slot.param, slot, []))  # type: ignore[no-untyped-call]
                 return cast[0]
+
+    def keep_casts(self) -> None:
+        """A step comes: weights may change while their casts live. See [Note: updates inside autocast]."""
+        if not self._casts:
+            return
+        with self._space.lock:
+            changing = [slot for slot in self._casts if slot not in self._outdated]
+            self._num_updates_inside += bool(changing) and not self._outdated
+            for slot in changing:
+                self._outdated.add(slot)
+                _, num_refs = self._casts.pop(slot)
+                if self._num_updates_inside <= _NUM_KEPT or self._is_old_cast_used:
+                    self._casts[slot] = self._kept(slot), 0
+                    self._note_cached([slot], slot.unit.wire.dtype)
+                slot.unit.wire.forget(num_refs)
+
+    def _note_written(self, slots: list[ParamSlot]) -> None:
+        for slot in slots:
+            if slot in self._casts and slot not in self._outdated:
+                self._outdated.add(slot)
+                slot.unit.wire.forget(self._casts.pop(slot)[1])
+
+    def _kept(self, slot: ParamSlot) -> torch.Tensor:
+        with torch._C._InferenceMode(False), torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+            old = self._space.touch([slot.unit.wire], lambda: slot.unit.wire.fresh_view(slot).clone())
+            return _WireCast.apply(slot.param, slot, [old])  # type: ignore[no-untyped-call,no-any-return]
 
     def drop_casts(self) -> None:
         """Autocast has emptied its cache."""
+        if self._outdated:
+            for slot in self._outdated:
+                slot.unit.has_casts = False
+            self._outdated.clear()
         if self._cached:
             self._cached.clear()
             self._space.cached_casts_nbytes = 0
