@@ -17,6 +17,7 @@ from torch import nn
 
 import lightning_tieroffload as tieroffload
 from lightning_tieroffload.engine.offload_engine import engine_of
+from lightning_tieroffload.memory.arena import PinnedArena
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "device_budget": 2 * 16640 + 260, "dram_budget": "1GiB", "optimizer_kernel": "torch",
@@ -126,3 +127,25 @@ def test_con_04_ctrl_c_at_every_place(variant: str, plain: Any, one_thread: None
     """CON-04: the same at every place of our code that such a fit passes, the first time and once at random."""
     for at in _places(plain, VARIANTS[variant], None):
         _strike(at, plain, **VARIANTS[variant])
+
+
+def test_ctrl_c_in_a_block_leaves_gradients_on() -> None:
+    """At every place where a tensor is made on the arena: torch's modes of the process are what they were."""
+    with PinnedArena(1 << 16, pin=False) as arena:
+        block = arena.take(4096)
+        with Strike() as strike:
+            block.tensor(torch.float32, (16, 16))
+        places = len(strike.places)
+        assert places > 3
+        for at in range(1, places + 1):
+            error: BaseException | None = None
+            with Strike(at), torch._C._InferenceMode(False):  # as around an update
+                torch._C._set_grad_enabled(False)
+                try:
+                    block.tensor(torch.float32, (16, 16))
+                except KeyboardInterrupt as struck:
+                    error = struck
+            del error  # what its frames held goes only now
+            assert torch.is_grad_enabled(), strike.places[at - 1]
+            assert not torch.is_inference_mode_enabled(), strike.places[at - 1]
+        block.free()

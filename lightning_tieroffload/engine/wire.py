@@ -183,7 +183,7 @@ class Wire:
                 slot.unit.wire.forget(self._casts.pop(slot)[1])
 
     def _kept(self, slot: ParamSlot) -> torch.Tensor:
-        with torch._C._InferenceMode(False), torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        with torch._C._InferenceMode(False), torch._C.DisableTorchFunctionSubclass():  # gradients are on, too
             old = self._space.touch([slot.unit.wire], lambda: slot.unit.wire.fresh_view(slot).clone())
             return _WireCast.apply(slot.param, slot, [old])  # type: ignore[no-untyped-call,no-any-return]
 

@@ -150,7 +150,9 @@ class Block:
             )
         if numel == 0:  # torch.frombuffer refuses an empty buffer
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        with torch.inference_mode(False):  # an inference tensor here would poison a parameter that is bound to it later
+        # An inference tensor here would poison a parameter that is bound to it later. In C: a signal at the first
+        # instruction of torch.inference_mode's exit, which is Python, would leave gradients off for the whole process.
+        with torch._C._InferenceMode(False):
             flat = torch.frombuffer(
                 self._arena._bytes(self), dtype=dtype, count=numel, offset=self.offset_nbytes + offset_nbytes
             )
