@@ -17,6 +17,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 # What configs/lightning_24gib.yaml and configs/accelerate_24gib.yaml say.
 SETTINGS = {"device_budget": "10GiB", "dram_budget": "auto"}
+# At 1e-4 the loss of this job leaps from 12.4 to 16.2 in the second step, and roundings grow with it (attention's backward
+# adds in no fixed order).
+CALM = ("--lr", "1e-5")
 
 
 @pytest.mark.timeout(900)
@@ -24,9 +27,9 @@ SETTINGS = {"device_budget": "10GiB", "dram_budget": "auto"}
 @pytest.mark.parametrize("face", FACES)
 def test_a_model_of_51_gib_trains_in_24_with_the_same_losses(face: str, model: str, tmp_path: Path) -> None:
     """fp32 parameters, 8 × 2048 tokens, bf16-mixed, AdamW, clip 1.0, 20 steps; the resident run has no cap."""
-    resident = run_face(face, "--model", model, folder=tmp_path)
+    resident = run_face(face, "--model", model, *CALM, folder=tmp_path)
     print(json.dumps(resident))
-    ours = run_face(face, "--model", model, "--cap", "24GiB", folder=tmp_path, settings=SETTINGS)
+    ours = run_face(face, "--model", model, *CALM, "--cap", "24GiB", folder=tmp_path, settings=SETTINGS)
     difference = largest_relative_difference(ours, resident)
     print(json.dumps({**ours, "largest_relative_difference": difference}))
     assert len(ours["losses"]) == 20
