@@ -10,11 +10,12 @@ download, upload) is called with it held. Workers never take it, so waiting for 
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -46,9 +47,24 @@ from lightning_tieroffload.residency import Ledger, ResidencyTable
 from lightning_tieroffload.sizes import format_nbytes
 from lightning_tieroffload.trace import TraceRecorder
 
-__all__ = ["DeviceSpace"]
+__all__ = ["DeviceSpace", "is_in_transform", "outside_transforms"]
 
 _OTHERS_READ_S = 1.0
+
+
+def is_in_transform() -> bool:
+    """Whether the call comes from inside a ``torch.func`` transform."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """The engine's own copies are no part of a ``torch.func`` transform that the user's call is in."""
+    if not is_in_transform():
+        yield
+        return
+    with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
+        yield
 
 
 class DeviceSpace:
@@ -968,8 +984,9 @@ class DeviceSpace:
             for part in parts:
                 part.num_leases += 1
             try:
-                for part in parts:
-                    self._ensure_part(part)
+                with outside_transforms():
+                    for part in parts:
+                        self._ensure_part(part)
                 result = call()
             finally:
                 self._touched = before

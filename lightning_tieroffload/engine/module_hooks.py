@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_tieroffload.engine.activations import ActivationStore
 from lightning_tieroffload.engine.compute_trace import ComputeTrace
-from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.device_space import DeviceSpace, outside_transforms
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.order import Phase
 from lightning_tieroffload.engine.params import ParamSlot
@@ -42,16 +42,6 @@ __all__ = ["ModuleHooks"]
 _log = logging.getLogger(__name__)
 
 _MEMO_KEY = "lightning_tieroffload.inert_hooks"
-
-
-@contextlib.contextmanager
-def _outside_transforms() -> Iterator[None]:
-    """The engine's own copies are no part of a ``torch.func`` transform that the user's call is in."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        yield
-        return
-    with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
-        yield
 
 
 class _Frame:
@@ -300,7 +290,7 @@ class ModuleHooks:
             phase = Phase.FORWARD if has_grad else Phase.EVAL
         dtype = wire_dtype(self._space.device)
         may_hook = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        with _outside_transforms():
+        with outside_transforms():
             if may_hook and len(frames) == 1:
                 self._local.kept_for_autograd = []
             for unit in units:

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.device_space import DeviceSpace, is_in_transform
 from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.unit_state import UnitState, WireState
 from lightning_tieroffload.errors import UnsupportedError
@@ -100,22 +100,29 @@ class Wire:
         def run() -> Any:
             given, named = args, kwargs
             if cast:
-                stand_ins = {slot.param: self._stand_in(slot) for slot in cast}
-                given = tuple(stand_ins.get(a, a) if isinstance(a, torch.nn.Parameter) else a for a in args)
-                named = {k: stand_ins.get(v, v) if isinstance(v, torch.nn.Parameter) else v for k, v in kwargs.items()}
+                by_param = {slot.param: slot for slot in cast}
+
+                def stand_in(value: Any) -> Any:  # one for each place: without its cache autocast casts each anew
+                    slot = by_param.get(value) if isinstance(value, torch.nn.Parameter) else None
+                    return value if slot is None else self._stand_in(slot)
+
+                given, named = tuple(map(stand_in, args)), {key: stand_in(value) for key, value in kwargs.items()}
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*given, **named)
 
-        if func in _CASTING and dtype is not None:
-            cast = [slot for slot in slots if self._used(slot, dtype) and self._has_wire(slot, dtype)]
-            if len(cast) == len(slots) and all(_is_leased_narrow(slot.unit) for slot in slots):
+        castable = [slot for slot in slots if slot.castable]  # others come along: a tied weight beside its own bias
+        # In torch.func transforms autocast sees what they make of a function, and shares no casts with the rest.
+        cast_dtype = dtype if func in _CASTING and not is_in_transform() else None
+        if cast_dtype is not None:
+            cast = [slot for slot in castable if self._used(slot, cast_dtype) and self._has_wire(slot, cast_dtype)]
+            if len(cast) == len(castable) and all(_is_leased_narrow(slot.unit) for slot in castable):
                 return run()
         elif torch.is_grad_enabled() or dtype is not None:
-            for slot in slots:
+            for slot in castable:
                 self.refuse(slot, getattr(func, "__name__", str(func)))
 
-        if func in _CASTING and dtype is not None and torch.is_autocast_cache_enabled():
-            self._note_cached([slot for slot in slots if slot not in cast], dtype)
+        if cast_dtype is not None and torch.is_autocast_cache_enabled():
+            self._note_cached([slot for slot in slots if slot not in cast], cast_dtype)
         parts = [slot.unit.wire if slot in cast else slot.part for slot in slots]
         return self._space.touch(list(dict.fromkeys(parts)), run)
 

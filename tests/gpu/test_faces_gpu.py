@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 # What configs/lightning_24gib.yaml and configs/accelerate_24gib.yaml say.
 SETTINGS = {"device_budget": "10GiB", "dram_budget": "auto"}
-# At 1e-4 the loss of this job leaps from 12.4 to 16.2 in the second step, and roundings grow with it (attention's backward
-# adds in no fixed order).
+# At 1e-4 the loss of this job leaps from 12.4 to 16.2 in the second step, and roundings grow with it (attention's
+# backward adds in no fixed order).
 CALM = ("--lr", "1e-5")
 
 
