@@ -27,8 +27,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Clock", "NamedSlices", "TraceRecorder"]
+__all__ = ["TIMELINE_FILE_NAME", "Clock", "NamedSlices", "TraceRecorder"]
 
+TIMELINE_FILE_NAME = "timeline.json"  # in trace_path
 _MOST_EVENTS = 1 << 15  # of one thread between two looks, and four times as many of one step
 _LANES = (
     "steps",
@@ -72,14 +73,15 @@ _Raw = tuple[str, str, Any, Any, int]  # lane, name, begin, end, bytes; times ar
 
 
 class _Writer:
-    """One thread's events. Only that thread appends; whoever collects takes from the other end."""
+    """One thread's events. Only that thread appends and counts; whoever collects takes from the other end."""
 
-    __slots__ = ("__weakref__", "events", "index", "num_written", "thread")
+    __slots__ = ("__weakref__", "events", "index", "num_lost", "num_lost_known", "thread")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.events: collections.deque[_Raw] = collections.deque(maxlen=_MOST_EVENTS)
-        self.num_written = 0
+        self.num_lost = 0  # the thread's own count, which only grows
+        self.num_lost_known = 0  # of it, what whoever collects has added up
         self.thread = weakref.ref(threading.current_thread())
 
 
@@ -130,7 +132,8 @@ class TraceRecorder:
         except AttributeError:
             writer = self._local.writer = _Writer(next(self._indices))
             self._writers.append(writer)
-        writer.num_written += 1
+        if len(writer.events) == _MOST_EVENTS:
+            writer.num_lost += 1  # the oldest goes
         writer.events.append((lane, name, begin, end, nbytes))
 
     def end_step(self, number: int) -> None:
@@ -152,9 +155,10 @@ class TraceRecorder:
     # ------------------------------------------------------------------------------------------------- collecting
     def _collect(self) -> None:
         for writer in list(self._writers):
-            num_written, writer.num_written = writer.num_written, 0  # a race costs a count of lost ones, no event
             batch = [writer.events.popleft() for _ in range(len(writer.events))]
-            self._num_lost += max(0, num_written - len(batch))
+            num_lost = writer.num_lost
+            self._num_lost += num_lost - writer.num_lost_known
+            writer.num_lost_known = num_lost
             if batch:
                 self._num_lost += self._now.take(writer.index, batch)
             thread = writer.thread()

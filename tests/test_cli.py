@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_tieroffload.cli.main import main
 from lightning_tieroffload.cli.options import refuse_rest, settings_last, take_settings
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.errors import CapacityError, ConfigError
+from lightning_tieroffload.trace import TIMELINE_FILE_NAME, TraceRecorder
 
 
 def run(*arguments: str) -> int:
@@ -285,6 +287,30 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out) == content
     assert run("report", str(tmp_path / "report.json")) == 0
     assert "50%" in capsys.readouterr().out
+
+
+def test_report_of_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What compute waited for, from the file or from the directory; what is missing or is something else is named."""
+    recorder = TraceRecorder(2)
+    now_s = time.perf_counter()
+    recorder.add("stalls", "fetch (h.0)", now_s - 4, now_s - 1)
+    recorder.add("compute", "forward (h.0)", now_s - 1, now_s)
+    recorder.end_step(1)
+    recorder.end_step(2)
+    file = tmp_path / TIMELINE_FILE_NAME
+    file.write_text(recorder.to_text())
+    for path in (tmp_path, file):
+        assert run("report", "--trace", str(path)) == 0
+        assert "fetch (h.0)" in capsys.readouterr().out
+    assert run("report", "--trace", str(tmp_path), "--gaps", "1", "--json") == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert [(step["name"], len(step["gaps"])) for step in steps] == [("step 1", 1), ("step 2", 1)]
+    file.write_text("{}")
+    assert run("report", "--trace", str(tmp_path)) == 2
+    assert "is not a timeline" in capsys.readouterr().err
+    file.unlink()
+    assert run("report", "--trace", str(tmp_path)) == 2
+    assert "trace_steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "nonsense"])

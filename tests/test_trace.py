@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import re
@@ -339,6 +340,26 @@ def test_memory_is_bounded_and_what_is_lost_is_counted() -> None:
     assert max(step.num_events for step in recorder._steps) <= 4 * _MOST_EVENTS
 
 
+def test_nothing_counts_as_lost_that_was_not() -> None:
+    """Steps end while threads write: wherever in ``add`` that happens, what is kept is not counted as lost."""
+
+    class Interrupted(collections.deque[Any]):
+        def append(self, event: Any) -> None:
+            recorder.end_step(0)
+            super().append(event)
+            recorder.end_step(1)
+
+    recorder = TraceRecorder(100)
+    recorder.add("h2d", "x", 0.0, 0.0)
+    (writer,) = recorder._writers
+    writer.events = Interrupted(writer.events, maxlen=_MOST_EVENTS)
+    for _ in range(10):
+        recorder.add("h2d", "x", 0.0, 0.0)
+    timeline = recorder.to_json()
+    assert len(events_of(timeline, "h2d")) == 11
+    assert timeline["otherData"]["num_lost_events"] == 0
+
+
 def test_threads_that_write_at_once_lose_nothing() -> None:
     recorder = TraceRecorder(1000)
     num_done = threading.Semaphore(0)
@@ -358,8 +379,10 @@ def test_threads_that_write_at_once_lose_nothing() -> None:
         time.sleep(1e-4)
     for thread in threads:
         thread.join()
-    events = events_of(recorder.to_json(), "h2d")
+    timeline = recorder.to_json()
+    events = events_of(timeline, "h2d")
     assert len(events) == 4 * 5000
+    assert timeline["otherData"]["num_lost_events"] == 0
     assert len({e["tid"] for e in events}) == 4
 
 

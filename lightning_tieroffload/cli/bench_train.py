@@ -31,7 +31,7 @@ from lightning_tieroffload.errors import ConfigError
 from lightning_tieroffload.io.probe import probe_path
 from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape
 from lightning_tieroffload.sizes import GiB, MiB, parse_nbytes
-from lightning_tieroffload.strategies.face import TIMELINE_FILE_NAME
+from lightning_tieroffload.trace import TIMELINE_FILE_NAME
 from lightning_tieroffload.whole_file import write_whole
 
 __all__ = ["bench_train", "run_job"]

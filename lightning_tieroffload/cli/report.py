@@ -15,6 +15,7 @@ from lightning_tieroffload.errors import ConfigError
 from lightning_tieroffload.gaps import StepGaps, gaps_of
 from lightning_tieroffload.io.endurance import rated_nbytes_of_tbw, with_rating
 from lightning_tieroffload.report import gaps_table, render_report
+from lightning_tieroffload.trace import TIMELINE_FILE_NAME
 
 __all__ = ["read_report", "read_timeline", "report"]
 
@@ -45,9 +46,14 @@ def read_timeline(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is not one.
     """
-    file = path / "timeline.json" if path.is_dir() else path
+    file = path / TIMELINE_FILE_NAME if path.is_dir() else path
     try:
         content = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file} does not exist. A run writes it into the directory that trace_path names, when it ends, unless "
+            "trace_steps is 0."
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as a timeline: {error}.") from None
     if not isinstance(content, dict) or "compute" not in content.get("otherData", {}):

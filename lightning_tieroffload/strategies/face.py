@@ -19,10 +19,10 @@ import torch
 
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.errors import UnsupportedError
+from lightning_tieroffload.trace import TIMELINE_FILE_NAME
 from lightning_tieroffload.whole_file import write_whole
 
 __all__ = [
-    "TIMELINE_FILE_NAME",
     "Engine",
     "config_from",
     "fits_beside",
@@ -40,7 +40,6 @@ __all__ = [
 ]
 
 log = logging.getLogger("lightning_tieroffload")
-TIMELINE_FILE_NAME = "timeline.json"
 
 
 class Engine(Protocol):
