@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fakes import gpt_tiny, token_batches
 from test_memory_arena import FakeCudart
 from test_nvme_tier import least_dram, mlp_build, mlp_loop
 
+from lightning_tieroffload.concepts import Role
 from lightning_tieroffload.engine import streams
 from lightning_tieroffload.engine.host_space import HostSpace
 from lightning_tieroffload.memory import arena as arena_module
@@ -114,6 +116,38 @@ def test_a_refusal_is_said_once_and_changes_nothing(
     assert watch.num_registered >= 1
     refused = [line for line in caplog.messages if "page-locking" in line]
     assert 1 <= len(refused) <= 3  # works of several threads may ask before the first answer
+
+
+def test_a_block_that_is_gone_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that goes while one of its reads ends must not leave everybody else's memory pageable."""
+    monkeypatch.setattr(arena_module, "_cudart", FakeCudart)
+    arena = PinnedArena(1 << 20, pin=False)
+    arena.close()
+    assert arena.pin(is_fresh=False)
+    assert not arena.pinned
+
+
+def test_a_refusal_stands_whatever_other_threads_find() -> None:
+    """One thread may be told no while another one, which began before, is told yes."""
+
+    class Block:
+        role = Role.PARAM
+
+        def __init__(self, is_locked: bool) -> None:
+            self.is_locked = is_locked
+
+        def lock_pages(self, segments: Any, *, is_fresh: bool) -> bool:
+            if self.is_locked:
+                lock(Block(False))  # meanwhile
+            return self.is_locked
+
+    space = SimpleNamespace(locks_pages=True)
+
+    def lock(block: Block) -> None:
+        HostSpace._lock(space, block, ())  # type: ignore[arg-type]
+
+    lock(Block(True))
+    assert not space.locks_pages
 
 
 def test_what_is_there_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from loopkit import mlp
 
 from lightning_tieroffload import engine_of, offload
 from lightning_tieroffload.concepts import Ticket
-from lightning_tieroffload.engine import activations
+from lightning_tieroffload.engine import activations, streams
 from lightning_tieroffload.engine.streams import HostStreams, LinkRates, Pairs, _CudaTicket
 from lightning_tieroffload.errors import TransferTimeoutError
 
@@ -128,10 +131,52 @@ def test_rates_are_those_of_large_copies_that_have_ended() -> None:
     assert rates.medians()["h2d"] == large / 2e-3
     rates.clear()
     assert rates.medians() == {}
-    streams = HostStreams(lambda *_: None)
+    mover = HostStreams(lambda *_: None)
     for _ in range(5):
-        streams.upload([(torch.empty(1 << 19), torch.ones(1 << 19))], "x")
-    assert set(streams.rates.medians()) == {"h2d"}
+        mover.upload([(torch.empty(1 << 19), torch.ones(1 << 19))], "x")
+    assert set(mover.rates.medians()) == {"h2d"}
+
+
+def test_rates_may_be_noted_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads copy while the planner asks: a kind that comes meanwhile counts the next time."""
+    rates, large = LinkRates(), 1 << 24
+
+    def note(kind: str) -> None:
+        for _ in range(5):
+            rates.note(kind, large, 0.5)
+
+    def median(seen: Any) -> float:
+        note("d2h")
+        return float(statistics.median(seen))
+
+    note("h2d")
+    monkeypatch.setattr(streams, "statistics", SimpleNamespace(median=median))
+    assert rates.medians() == {"h2d": large / 0.5}
+    assert rates.medians() == {"h2d": large / 0.5, "d2h": large / 0.5}
+
+
+def test_a_cast_moves_the_bytes_of_its_narrower_side() -> None:
+    mover = HostStreams(lambda *_: None)
+    noted: list[int] = []
+    mover.rates.note = lambda kind, nbytes, seconds: noted.append(nbytes)  # type: ignore[method-assign]
+    mover.upload([(torch.empty(100, dtype=torch.bfloat16), torch.ones(100))], "x")
+    mover.download([(torch.empty(100), torch.ones(100, dtype=torch.bfloat16))], "x")
+    assert noted == [200, 200]
+
+
+def test_a_clock_that_cannot_be_tied_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that answers nothing: an error with the setting, before anything is trained."""
+
+    class Never(FakeEvent):
+        def record(self, stream: Any) -> None:
+            return None
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Never(1e9))
+    monkeypatch.setattr(streams.DeviceClock, "_FIRST_TIE_S", 0.01)
+    with pytest.raises(TransferTimeoutError, match=r"cuda:3 did not reach an event.*trace_steps=0"):
+        streams.DeviceClock(torch.device("cuda", 3))
 
 
 def test_few_activations_are_on_their_way_down_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +194,8 @@ def test_few_activations_are_on_their_way_down_at_a_time(monkeypatch: pytest.Mon
             return self.nbytes not in outstanding
 
         def wait(self, timeout_s: float | None = None) -> None:
-            outstanding.remove(self.nbytes)
+            if not self.done():
+                outstanding.remove(self.nbytes)
 
         def before_compute(self) -> None:
             return None

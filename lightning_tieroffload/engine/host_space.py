@@ -565,8 +565,8 @@ class HostSpace:
 
     def _lock(self, block: HostBlock, segments: Iterable[Segment], *, is_fresh: bool = True) -> None:
         """Page-lock what the device will copy, from any thread. See [Note: locked while they are there]."""
-        if self.locks_pages and block.role is not Role.STATE:
-            self.locks_pages = block.lock_pages(segments, is_fresh=is_fresh)  # refused once, the rest stays pageable
+        if self.locks_pages and block.role is not Role.STATE and not block.lock_pages(segments, is_fresh=is_fresh):
+            self.locks_pages = False  # refused once, the rest stays pageable: no thread sets it back
 
     def bring_in(self, block: HostBlock, *, to_write: bool = False) -> None:
         """The block's newest bytes are in DRAM, readable by this thread now; with ``to_write`` writable as well.

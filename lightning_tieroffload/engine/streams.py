@@ -65,7 +65,10 @@ class CopyTicket(Protocol):
 
 
 class Streams(Protocol):
-    """Copies between DEVICE and DRAM. Callable from the training thread and from autograd's threads."""
+    """Copies between DEVICE and DRAM. Callable from the training thread and from autograd's threads.
+
+    ``download`` also from a lane's thread, where what the device holds serves in place of flash (``OtherCopy``).
+    """
 
     rates: LinkRates
 
@@ -108,6 +111,7 @@ def _copy(pairs: Pairs) -> None:
 
 
 def _nbytes(pairs: Pairs) -> int:
+    """Bytes that move: where a copy casts, those of the narrower side."""
     return sum(min(target.nbytes, source.nbytes) for target, source in pairs)
 
 
@@ -124,7 +128,8 @@ class LinkRates:
     """Bytes a second of large copies as training makes them, by kind: what a link does now, not what a probe once saw.
 
     On CUDA every few copies are between two events with a clock; they are asked for their time when somebody wants to
-    know, and wait for nobody.
+    know, and wait for nobody. ``medians`` and ``clear`` are the planner's; whoever copies may note at the same time, in
+    any thread: there is no lock, and so nothing here may walk the mapping itself.
     """
 
     def __init__(self) -> None:
@@ -158,7 +163,8 @@ class LinkRates:
                 self.note(kind, nbytes, start.elapsed_time(end) / 1e3)
             else:
                 self._pending.append((kind, nbytes, start, end))
-        return {kind: statistics.median(rates) for kind, rates in self._seen.items() if len(rates) >= _LEAST_RATES}
+        seen = [(kind, list(rates)) for kind, rates in list(self._seen.items())]
+        return {kind: statistics.median(rates) for kind, rates in seen if len(rates) >= _LEAST_RATES}
 
 
 class HostStreams:
@@ -173,10 +179,11 @@ class HostStreams:
         start_s = time.perf_counter()
         _copy(pairs)
         end_s = time.perf_counter()
+        nbytes = _nbytes(pairs)
         if self._trace is not None:
-            self._trace.add(kind, label, start_s, end_s, _nbytes(pairs))
+            self._trace.add(kind, label, start_s, end_s, nbytes)
         self._on_stall(kind, end_s - start_s, label)
-        self.rates.note(kind, sum(source.nbytes for _, source in pairs), end_s - start_s)
+        self.rates.note(kind, nbytes, end_s - start_s)
         return LANDED
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
@@ -350,7 +357,7 @@ class CudaStreams:
         trace = self._trace
         with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
             stream.wait_stream(torch.cuda.current_stream())
-            nbytes = sum(source.nbytes for _, source in pairs)
+            nbytes = _nbytes(pairs)
             start = torch.cuda.Event(enable_timing=True) if self.rates.wants(kind, nbytes) else None
             if start is not None:
                 start.record(stream)
@@ -364,7 +371,7 @@ class CudaStreams:
             if start is not None:
                 self.rates.note_events(kind, nbytes, start, event)
             if trace is not None:
-                trace.add(lane or kind, label, begin, trace.mark(stream), _nbytes(pairs))
+                trace.add(lane or kind, label, begin, trace.mark(stream), nbytes)
         return self._remember(_CudaTicket(event, self._device, list(pairs), self._on_stall, kind, label, trace))
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
@@ -503,14 +510,21 @@ class DeviceClock:
     after a quarter of an hour are good to 60 µs.
     """
 
+    _FIRST_TIE_S = 10.0
     _TIE_S = 0.5e-3  # most that a tie may take; a slower one is none, and the last one stays
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
             self._idle_stream = torch.cuda.Stream(device)
-        self._tie = self._new_tie(10.0)
-        assert self._tie is not None
+        tie = self._new_tie(self._FIRST_TIE_S)
+        if tie is None:
+            raise TransferTimeoutError(
+                f"{device} did not reach an event on an idle stream within {self._FIRST_TIE_S:.0f} s, so no timeline "
+                "can say when it was where. Is it stuck, or does another process keep it busy? trace_steps=0 trains "
+                "without a timeline."
+            )
+        self._tie = tie
 
     def _new_tie(self, within_s: float) -> tuple[torch.cuda.Event, float] | None:
         event = torch.cuda.Event(enable_timing=True)

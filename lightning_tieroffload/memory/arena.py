@@ -117,10 +117,6 @@ class Block:
         """Where the block starts in this process' memory."""
         return self._arena.address + self.offset_nbytes
 
-    @property
-    def is_free(self) -> bool:
-        return self._is_free
-
     def memory(self, offset_nbytes: int = 0, nbytes: int | None = None) -> memoryview:
         """Writable bytes ``[offset_nbytes, offset_nbytes + nbytes)`` of the block; may reach into the padding.
 
@@ -372,13 +368,14 @@ class PinnedArena:
             raise CapacityError(f"{self.label}: the system refused {format_nbytes(self.nbytes)} of memory ({reason}).")
 
     def pin(self, *, is_fresh: bool) -> bool:
-        """Page-lock the mapping for CUDA, whose pages may be touched; whether it is now. A refusal is a warning.
+        """Page-lock the mapping for CUDA, whose pages may be touched. False where that is refused, with a warning.
 
+        Of a closed arena, or in a forked child, there is nothing to lock, and so nothing to refuse.
         ``is_fresh`` says that their content does not matter: they are then touched first, by several threads.
         """
         memory = self._memory
         if memory is None or self.pinned or os.getpid() != self._pid:
-            return self.pinned
+            return True
         if is_fresh:
             _touch(memory, None)
         self._registration[0] = self._register()
