@@ -15,18 +15,19 @@ import torch
 
 from lightning_tieroffload.trace import TraceRecorder
 
-__all__ = ["ComputeTrace"]
+__all__ = ["ComputeTrace", "tensors_in"]
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """What a module was given, or returned: the tensors among it, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 class ComputeTrace:
@@ -52,7 +53,7 @@ class ComputeTrace:
         self._recorder.add("compute", f"{kind} ({unit})", begin, self._recorder.mark())
         if in_backward:
             return
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._prehook(unit))
                 return

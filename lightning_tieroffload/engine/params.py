@@ -312,7 +312,6 @@ _RESHAPES = frozenset(
     )
 )  # fmt: skip
 
-_DATA_GET = _DATA.__get__
 _DATA_SET = _DATA.__set__
 _GRAD_GET = _GRAD.__get__
 _GRAD_SET = _GRAD.__set__

@@ -646,11 +646,8 @@ class Planner:
         units, options = [], []
         for line in profile.units:
             unit = by_name.get(line.name)
-            counted = line.activation_nbytes if self._counts_activations or unit is None else 0
-            if self._config.activations == "offload":
-                counted = line.activation_nbytes
-            if not self._counts_activations and unit is None:
-                counted = 0
+            is_sent_away = unit is not None and self._config.activations == "offload"
+            counted = line.activation_nbytes if self._counts_activations or is_sent_away else 0
             units.append(
                 dataclasses.replace(
                     line,
@@ -725,8 +722,8 @@ class Planner:
     def _leave_room(self, instance: Instance, plan: Plan) -> None:
         """The engine may fill the plan's budget, less the activations that stay; see [Note: what a budget covers]."""
         account = self._space.ledger[Tier.DEVICE]
-        self._space.kept_nbytes = 0
         if not self._counts_activations:
+            self._space.kept_nbytes = 0
             return
         kept_nbytes = _activation_nbytes(instance.units, [line.choice for line in plan.units])
         room_nbytes = max(instance.device_budget_nbytes - kept_nbytes, plan.peak_nbytes - kept_nbytes)
@@ -856,9 +853,8 @@ class Planner:
             if unit is None or line.trained_numel == 0:
                 options.append(codes)
                 continue
-            now = _code(_as_option(homes_of(unit.choice))).split("/")[
-                1:
-            ]  # of parameters what is here is decided anyway
+            # Of state and gradients, and of updates; where parameters are at home is decided anyway.
+            now = _code(_as_option(homes_of(unit.choice))).split("/")[1:]
             options.append(tuple(code for code in codes if code.split("/")[1:4] == now) or codes)
         return dataclasses.replace(instance, options=tuple(options))
 

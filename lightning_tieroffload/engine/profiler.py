@@ -22,12 +22,13 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from lightning_tieroffload.engine.compute_trace import tensors_in
 from lightning_tieroffload.engine.streams import Streams, make_marks
 from lightning_tieroffload.engine.unit_state import UnitState
 from lightning_tieroffload.planning.profile import MachineProfile
@@ -87,20 +88,9 @@ class _Update:
     is_later: bool
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-
-
 def largest_numel(value: Any) -> int:
     """Elements of the largest tensor among a module's arguments: what tells one batch's size from another's."""
-    return max((tensor.numel() for tensor in _tensors(value)), default=0)
+    return max((tensor.numel() for tensor in tensors_in(value)), default=0)
 
 
 class Profiler:
@@ -223,12 +213,12 @@ class Profiler:
         measured.used_at_s.append(time.perf_counter() - self._began_s)
         if not is_rerun:
             measured.num_forward += 1
-            shapes = tuple(tuple(t.shape) for t in _tensors(inputs))
+            shapes = tuple(tuple(t.shape) for t in tensors_in(inputs))
             if not step.inputs:
                 step.inputs = shapes
             step.numel_of[unit.index] = max(largest_numel(inputs), step.numel_of.get(unit.index, 0))
             if self._is_first_pass:
-                for tensor in _tensors(inputs):
+                for tensor in tensors_in(inputs):
                     self._note(unit.index, tensor, is_input=True)
         self._around.append(self._now)
         self._switch(unit.index, Phase.RERUN if is_rerun else Phase.FORWARD)
@@ -240,7 +230,7 @@ class Profiler:
         unit, phase = self._now
         self._switch(*self._around.pop())
         if phase is Phase.FORWARD and unit is not None:
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(self._prehook(unit, self._step))
                     break

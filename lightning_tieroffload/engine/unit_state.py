@@ -380,9 +380,8 @@ class Part:
         self.castable = castable
         self.kind = kind  # of state: its key in ``optimizer.state[p]``
         self.num_home_owners = 0  # of state: what refers to its DRAM memory while no optimizer has any of it
-        self.given: dict[
-            int, weakref.ref[torch.Tensor]
-        ] = {}  # of state: the DRAM tensor that an optimizer got, by slot
+        # Of state: the DRAM tensor that an optimizer got, by slot.
+        self.given: dict[int, weakref.ref[torch.Tensor]] = {}
         self.device = unit.device
         self.offsets: list[int] = []  # of each slot, in elements from the start of the storage
         self.nbytes = self._lay_out()
