@@ -1,4 +1,4 @@
-"""The DRAM that an optimizer's state will take is known before the first step, for every class of torch."""
+"""The DRAM that an optimizer's state will take is known before the first step, for what torch's classes keep."""
 
 from __future__ import annotations
 
