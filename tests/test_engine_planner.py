@@ -483,14 +483,22 @@ def test_out_of_memory_that_is_caught() -> None:
     engine.close()
 
 
-def test_out_of_memory_makes_units_recompute_at_once() -> None:
-    engine = trained(loop=mlp_steps(4), budget="all")
+@pytest.mark.parametrize("profile_steps", [2, 0])
+def test_out_of_memory_makes_units_recompute_at_once(profile_steps: int) -> None:
+    """Also where nothing is watched and planned, as beside a GPU by default; and that stays so."""
+    engine = trained(loop=mlp_steps(4), budget="all", profile_steps=profile_steps)
     model, _ = engine.kept_alive  # type: ignore[attr-defined]
     handle = model[3].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
         model(torch.randn(64, 24))
     handle.remove()
     assert set(activations_of(engine)) == {ActivationChoice.RECOMPUTE}
+    mlp_steps(3)(*engine.kept_alive, quiet)  # type: ignore[attr-defined]
+    planner = engine.core.planner
+    assert planner.num_plans == (2 if profile_steps else 0)
+    if not profile_steps:
+        assert not engine.core.profiler.is_on
+        assert set(activations_of(engine)) == {ActivationChoice.RECOMPUTE}
     engine.close()
 
 

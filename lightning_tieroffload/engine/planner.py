@@ -308,15 +308,14 @@ class Planner:
         if not self._counts_activations or self._is_fixed:
             return
         self._budget_frac *= _AFTER_OUT_OF_MEMORY_FRAC
-        _log.warning(
-            "out of memory: every unit that can recomputes its activations, and plans keep to %.0f %% of device_budget",
-            100 * self._budget_frac,
-        )
+        plans = f", and plans keep to {self._budget_frac:.0%} of device_budget" if self._profile_steps > 0 else ""
+        _log.warning("out of memory: every unit that can recomputes its activations%s", plans)
         for unit in self._space.units:
             if unit.root is not None and unit not in self._cannot_recompute:
                 self._apply(unit, dataclasses.replace(unit.choice, activation=ActivationChoice.RECOMPUTE))
         self._stop_watching()
-        self._watch()
+        if self._profile_steps > 0:
+            self._watch()
 
     # ------------------------------------------------------------------------------------------------- a saved plan
     def use_plan_file(self, path: str) -> None:
