@@ -8,16 +8,22 @@ import os
 __all__ = ["write_whole"]
 
 
-def write_whole(path: str, text: str) -> None:
+def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = False) -> None:
     """Write ``text`` to ``path`` so that a reader, or a run that ends here, finds the old content or the new.
+
+    ``is_synced``: the disk has the text before it takes the old one's place, so that also a machine that ends here
+    leaves one of the two.
 
     Raises:
         OSError: it could not be written; what was there before is there still.
     """
-    beside = f"{path}.{os.getpid()}.part"
+    beside = f"{os.fspath(path)}.{os.getpid()}.part"
     try:
         with open(beside, "w", encoding="utf-8") as file:
             file.write(text)
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -34,6 +34,7 @@ from lightning_tieroffload.io.nvme_mover import NvmeMover
 from lightning_tieroffload.io.run_directory import RunDirectory, prepare_path, reclaim_dead_runs
 from lightning_tieroffload.io.scheduler import Scheduler, TransferTicket
 from lightning_tieroffload.sizes import MiB, round_up
+from lightning_tieroffload.whole_file import write_whole
 
 __all__ = [
     "BLOCKS_NBYTES",
@@ -454,9 +455,7 @@ def _keep(file: Path, key: str, probe: PathProbe) -> None:
     content["probes"][key] = probe.to_json()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-        draft.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(draft, file)
+        write_whole(file, json.dumps(content))
     except OSError as error:
         _log.debug("the probe's result was not kept in %s: %s", file, error)
 

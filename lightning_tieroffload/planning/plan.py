@@ -30,6 +30,7 @@ from lightning_tieroffload.planning.cost_model import (
 from lightning_tieroffload.planning.profile import UnitProfile
 from lightning_tieroffload.planning.profile import model_key as key_of_units
 from lightning_tieroffload.sizes import format_nbytes
+from lightning_tieroffload.whole_file import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -153,11 +154,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan where ``plan_file`` can read it; a reader never sees half a file."""
-        target = os.fspath(path)
-        beside = f"{target}.{os.getpid()}.part"
-        with open(beside, "w", encoding="utf-8") as stream:
-            json.dump(self.to_json(), stream, indent=1)
-        os.replace(beside, target)
+        write_whole(path, json.dumps(self.to_json(), indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

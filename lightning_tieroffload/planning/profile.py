@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.whole_file import write_whole
 
 __all__ = [
     "PROFILE_FILE_NAME",
@@ -249,13 +250,7 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write atomically: a reader sees the old profile or the new one, never half of one."""
-        target = os.fspath(path)
-        beside = f"{target}.{os.getpid()}.part"
-        with open(beside, "w", encoding="utf-8") as stream:
-            json.dump(self.to_json(), stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(beside, target)
+        write_whole(path, json.dumps(self.to_json(), indent=1), is_synced=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
