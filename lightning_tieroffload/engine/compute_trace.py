@@ -8,26 +8,13 @@ or with backward itself; what is recomputed for it lies inside.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from lightning_tieroffload.engine.nested import tensors_in
 from lightning_tieroffload.trace import TraceRecorder
 
-__all__ = ["ComputeTrace", "tensors_in"]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """What a module was given, or returned: the tensors among it, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+__all__ = ["ComputeTrace"]
 
 
 class ComputeTrace:

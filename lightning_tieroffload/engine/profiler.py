@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from lightning_tieroffload.engine.compute_trace import tensors_in
+from lightning_tieroffload.engine.nested import tensors_in
 from lightning_tieroffload.engine.streams import Streams, make_marks
 from lightning_tieroffload.engine.unit_state import UnitState
 from lightning_tieroffload.planning.profile import MachineProfile

@@ -47,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tieroffload.engine.activations import version_error
 from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.nested import tensors_in
 from lightning_tieroffload.engine.saved import SavedHooks
 
 __all__ = ["Recompute", "Region", "Watch"]
@@ -228,7 +229,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.num_paused:
             return func(*args, **kwargs)
-        before = {_storage(leaf) for value in (*args, *kwargs.values()) for leaf in _leaves(value)}
+        before = {_storage(leaf) for value in (*args, *kwargs.values()) for leaf in tensors_in(value)}
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             self.why = f"{func} draws from a generator of its own"
         if func._schema.is_mutable:
@@ -236,11 +237,11 @@ class Watch(TorchDispatchMode):
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
                 if argument.alias_info is None or not argument.alias_info.is_write:
                     continue
-                for leaf in _leaves(value):
+                for leaf in tensors_in(value):
                     if _storage(leaf) not in self._made | self._may_write:
                         self.why = f"{func} writes to a tensor from outside its forward"
         result = func(*args, **kwargs)
-        self._made.update({_storage(leaf) for leaf in _leaves(result)} - before)
+        self._made.update({_storage(leaf) for leaf in tensors_in(result)} - before)
         return result
 
 
@@ -249,14 +250,6 @@ def _storage(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0  # sparse and the like have none
-
-
-def _leaves(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
 
 
 # ------------------------------------------------------------------------------------------------------ inputs
