@@ -128,6 +128,7 @@ class ActivationStore:
         self._in_order: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self._next_place = 0
         self._leaving: deque[tuple[CopyTicket, int]] = deque()
+        self._leaving_nbytes = 0
         self.leased_nbytes = 0
         self.num_packed = 0
         self.num_forwarded = 0
@@ -168,6 +169,7 @@ class ActivationStore:
         saved.download = self._streams.download([(saved.host, flat)], saved.label)
         if saved.download is not LANDED:
             self._leaving.append((saved.download, nbytes))
+            self._leaving_nbytes += nbytes
         self._on_moved("d2h", nbytes)
         self._in_order[saved.place] = saved
         self.leased_nbytes += nbytes
@@ -180,10 +182,13 @@ class ActivationStore:
         Else every activation of a forward that the host has enqueued in no time would be on the device at once.
         """
         while self._leaving and (
-            self._leaving[0][0].done()
-            or (len(self._leaving) > 1 and sum(n for _, n in self._leaving) + nbytes > _LEAVING_NBYTES)
+            self._leaving[0][0].done() or (len(self._leaving) > 1 and self._leaving_nbytes + nbytes > _LEAVING_NBYTES)
         ):
-            self._leaving.popleft()[0].wait()
+            download, landed_nbytes = self._leaving.popleft()
+            self._leaving_nbytes -= landed_nbytes
+            download.wait()
+        if not self._leaving:
+            self._leaving_nbytes = 0  # Ctrl-C may have struck between the two of them
 
     def _give_back(self, block: Block, nbytes: int, download: CopyTicket) -> None:
         # The graph may die while the copy still writes the block.

@@ -148,6 +148,11 @@ class DeviceSpace:
     def units(self) -> list[UnitState]:
         return list(self._unit_at.values())
 
+    @property
+    def _spare_nbytes(self) -> int:
+        """What fetches leave of the budget, if they can."""
+        return self.cached_casts_nbytes + self.kept_nbytes
+
     def end_autocast(self) -> None:
         """Autocast's outermost context has ended: its casts are gone."""
         self.num_autocasts += 1
@@ -727,7 +732,7 @@ class DeviceSpace:
     def make_room(self, nbytes: int, *, keep: UnitState | None, what: str, must: bool = True) -> bool:
         """Evict until ``nbytes`` fit under the device budget. Without ``must`` False says that they do not."""
         account = self.ledger[Tier.DEVICE]
-        comfortable_nbytes = nbytes + self.cached_casts_nbytes + self.kept_nbytes
+        comfortable_nbytes = nbytes + self._spare_nbytes
         if account.headroom_nbytes >= comfortable_nbytes:
             return True
         for victim in self._victims(keep):
@@ -861,7 +866,7 @@ class DeviceSpace:
 
     def _make_room_for_later(self, nbytes: int, unit: UnitState, sooner: set[int]) -> bool:
         account = self.ledger[Tier.DEVICE]
-        nbytes += self.cached_casts_nbytes + self.kept_nbytes
+        nbytes += self._spare_nbytes
         if account.headroom_nbytes < nbytes:
             distances = self._distances()
             mine = distances.get(unit.index, 0)

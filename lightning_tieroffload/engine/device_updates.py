@@ -271,14 +271,12 @@ def is_state_held(unit: UnitState, slots: Iterable[ParamSlot], state: dict[Any, 
     return False
 
 
-def assign_device_units(
-    units: Sequence[UnitState], spanning: Iterable[UnitState], budget_nbytes: int, prefetch_units: int
-) -> None:
+def assign_device_units(units: Sequence[UnitState], budget_nbytes: int, prefetch_units: int) -> None:
     """Give units a device home and updates on the device, as far as the budget goes; the rest stay with the CPU.
 
     See ``choose_device_units``.
     """
-    chosen = choose_device_units(units, spanning, budget_nbytes, prefetch_units)
+    chosen = choose_device_units(units, budget_nbytes, prefetch_units)
     for unit in units:
         place = UpdatePlace.DEVICE if unit in chosen else UpdatePlace.CPU
         home = Tier.DEVICE if unit in chosen else Tier.DRAM
@@ -290,29 +288,24 @@ def assign_device_units(
             )
 
 
-def choose_device_units(
-    units: Sequence[UnitState], spanning: Iterable[UnitState], budget_nbytes: int, prefetch_units: int
-) -> set[UnitState]:
+def choose_device_units(units: Sequence[UnitState], budget_nbytes: int, prefetch_units: int) -> set[UnitState]:
     """The units whose state, gradients and parameters stay on the device, as far as the budget goes.
 
     ``units`` come in the order of the next forward: the first ones are needed first, so that those that the CPU
-    updates have the others' forward to hide under. ``spanning`` are in use around others.
+    updates have the others' forward to hide under.
     """
-    spanning = set(spanning)
     chosen: set[UnitState] = set()
     for unit in units:
         if (
             unit.grad_nbytes
             and not unit.is_paged
-            and _need_nbytes(units, spanning, chosen | {unit}, prefetch_units) <= budget_nbytes
+            and _need_nbytes(units, chosen | {unit}, prefetch_units) <= budget_nbytes
         ):
             chosen.add(unit)
     return chosen
 
 
-def _need_nbytes(
-    units: Sequence[UnitState], spanning: set[UnitState], chosen: set[UnitState], prefetch_units: int
-) -> int:
+def _need_nbytes(units: Sequence[UnitState], chosen: set[UnitState], prefetch_units: int) -> int:
     """Device bytes at the worst time: what the chosen ones keep, and what computing the others takes."""
     kept_nbytes = around_nbytes = window_nbytes = newborn_nbytes = 0
     for unit in units:
@@ -326,7 +319,7 @@ def _need_nbytes(
             newborn_nbytes = max(newborn_nbytes, sum(slot.nbytes for slot, narrow in is_narrow.items() if narrow))
             continue
         newborn_nbytes = max(newborn_nbytes, 2 * unit.grad_nbytes)  # newborn, and on their way down
-        if unit in spanning:
+        if unit.is_spanning:
             around_nbytes += compute_nbytes
         else:
             window_nbytes = max(window_nbytes, compute_nbytes)

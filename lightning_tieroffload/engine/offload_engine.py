@@ -219,12 +219,8 @@ class _Core:
         key = tuple((unit.index, unit.wire_state, unit.grad_nbytes) for unit in units)
         if key != self._planned_for:
             self._planned_for = key
-            assign_device_units(
-                self._by_next_use(),
-                [unit for unit in units if unit.is_spanning],
-                self.space.ledger[Tier.DEVICE].budget_nbytes,
-                self.space.prefetch_units,
-            )
+            budget_nbytes = self.space.ledger[Tier.DEVICE].budget_nbytes
+            assign_device_units(self._by_next_use(), budget_nbytes, self.space.prefetch_units)
 
     def _by_next_use(self) -> list[UnitState]:
         order = self.space.next_uses()
@@ -234,8 +230,7 @@ class _Core:
         """The units that ``_plan_homes`` would keep on the device within so many bytes."""
         if not self._updates_on_device():
             return set()
-        spanning = [unit for unit in self.space.units if unit.is_spanning]
-        return choose_device_units(self._by_next_use(), spanning, budget_nbytes, self.space.prefetch_units)
+        return choose_device_units(self._by_next_use(), budget_nbytes, self.space.prefetch_units)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Groups may have been added, or parameters attached, since the optimizer was adopted."""
