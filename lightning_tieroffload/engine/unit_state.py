@@ -110,7 +110,7 @@ class Form(enum.Enum):
 class WireState(enum.Enum):
     """Whether a unit's castable weights travel in 16 bits."""
 
-    WATCHING = "watching"  # what compute leases is full; casts are made from it on the device, and uses counted
+    WATCHING = "watching"  # what compute leases is full; casts are made from it on the device, and uses noted
     READY = "ready"
     REFUSED = "refused"  # something other than autocast's own cast reads them
 

@@ -60,7 +60,10 @@ def wire_dtype(device: torch.device) -> torch.dtype | None:
 
 
 class _WireCast(torch.autograd.Function):
-    """Autocast's cast of a weight without reading the weight: the wire copy out, the gradient widened."""
+    """Autocast's cast of a weight without reading the weight: the wire copy out, the gradient widened.
+
+    ``kept`` holds the old bits where they were kept; in a list, so that for autograd the weight is the only input.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, slot: ParamSlot, kept: list[torch.Tensor]) -> torch.Tensor:
@@ -142,7 +145,7 @@ class Wire:
                 if unit.wire is None:
                     self._space.add_wire(unit, dtype)
             return unit.wire.dtype == dtype  # type: ignore[union-attr]
-        # Refused in the middle of a pass: the cast that it began with still serves the later uses.
+        # Refused by a step in the middle of a context: the cast that it began with still serves the later uses.
         is_usable = unit.wire_state is WireState.READY or slot in self._casts or slot in self._outdated
         return unit.wire is not None and unit.wire.dtype == dtype and is_usable
 
@@ -212,7 +215,7 @@ class Wire:
                 casts.clear()
 
     def _used(self, slot: ParamSlot, dtype: torch.dtype) -> bool:
-        """Count a use by autocast's cast; False where the weight is not (any more) one that may travel in 16 bits."""
+        """Note a use by autocast's cast; False where the weight is not (any more) one that may travel in 16 bits."""
         if not torch.is_grad_enabled():
             return True
         if slot.wire_seen is None:
