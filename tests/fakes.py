@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 
 def mlp(depth: int, width: int = 64) -> nn.Sequential:
@@ -50,6 +51,28 @@ def gpt_tiny(**overrides: Any) -> Any:
         "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }  # fmt: skip
     return GPT2LMHeadModel(GPT2Config(**{**settings, **overrides}))
+
+
+def adamw_gpt() -> Any:
+    model = gpt_tiny()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def gpt_steps(num_steps: int, *, autocast: bool = False, clip: float | None = None, **how: Any) -> Any:
+    """A loop over a GPT, in bf16 with ``autocast``; ``how`` goes to its forward."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        model.train()
+        for ids in token_batches(num_steps):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = model(input_ids=ids, labels=ids, **how).loss
+            loss.backward()
+            seen = {} if clip is None else {"norm": clip_grad_norm_(model.parameters(), clip)}
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss.detach(), **seen)
+
+    return loop
 
 
 def token_batches(count: int, rows: int = 4, length: int = 16, vocab: int = 97, seed: int = 1) -> list[torch.Tensor]:

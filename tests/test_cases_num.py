@@ -25,7 +25,7 @@ from exactness import (
     starved,
     tight,
 )
-from fakes import batches, gpt_tiny, mlp, mlp_loss, steps, token_batches
+from fakes import adamw_gpt, batches, gpt_steps, gpt_tiny, mlp, mlp_loss, steps, token_batches
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -52,24 +52,6 @@ OTHER = [
     Variant(frozenset(), prefetch=2, every_look=False, budget="tight"),
     Variant(frozenset({"no_overlap", "poison"}), prefetch=2, every_look=False),
 ]
-
-
-def gpt_steps(num_steps: int) -> Any:
-    def loop(model: Any, optimizer: Any, look: Any) -> None:
-        model.train()
-        for ids in token_batches(num_steps):
-            loss = model(ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            look(loss=loss)
-
-    return loop
-
-
-def adamw_gpt() -> Any:
-    model = gpt_tiny()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def seeds(first: int, count: int) -> list[Variant]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import FULL, POISON, Variant, check
-from fakes import gpt_tiny, token_batches
+from fakes import adamw_gpt, gpt_steps
 from test_memory_arena import FakeCudart
 from test_nvme_tier import least_dram, mlp_build, mlp_loop
 
@@ -68,21 +68,6 @@ class Watch:
                 self.num_pageable += start not in self.cudart.registered
 
 
-def build_gpt() -> Any:
-    model = gpt_tiny()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def gpt_loop(model: Any, optimizer: Any, look: Any) -> None:
-    for ids in token_batches(3):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        look(loss=loss.detach())
-
-
 @pytest.mark.parametrize(
     "variant", [Variant(), Variant(POISON, budget="tight"), FULL[0]], ids=["plain", "tight", "full"]
 )
@@ -91,7 +76,7 @@ def test_every_copy_meets_locked_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, variant: Variant
 ) -> None:
     """Everything on flash in the least DRAM: each copy of the device finds its pages locked; in the end none is."""
-    build, loop = (mlp_build(), mlp_loop(3)) if kind == "mlp" else (build_gpt, gpt_loop)
+    build, loop = (mlp_build(), mlp_loop(3)) if kind == "mlp" else (adamw_gpt, gpt_steps(3, autocast=True))
     budget = least_dram(build, tmp_path)
     cudart = FakeCudart()
     watch = Watch(monkeypatch, cudart)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import FULL, POISON, QUICK, SLOW, Variant, attach, check, run, same_bits, take_down
-from fakes import Stack, batches, gpt_tiny, mlp, mlp_loss, token_batches
+from fakes import Stack, adamw_gpt, batches, gpt_steps, mlp, mlp_loss
 from loopkit import ROOT
 from torch.nn.utils import clip_grad_norm_
 
@@ -162,20 +162,7 @@ def test_optimizers(tmp_path: Path, cls: Any, options: Any, settings: Any) -> No
 def test_gpt_with_split_masters(tmp_path: Path, prefetch: int) -> None:
     """A GPT under bf16 autocast: weights travel in 16 bits, masters are split on flash; a tied head."""
 
-    def build() -> Any:
-        model = gpt_tiny()
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def loop(model: Any, optimizer: Any, look: Any) -> None:
-        for ids in token_batches(4):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            norm = clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            look(loss=loss.detach(), norm=norm)
-
+    build, loop = adamw_gpt, gpt_steps(4, autocast=True, clip=0.5)
     budget = least_dram(build, tmp_path)
     variants = [
         Variant(SLOW, prefetch=prefetch, seed=prefetch, every_look=False),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from exactness import FULL, POISON, QUICK, SLOW, Variant, attach, check, one_thread, seed_all
-from fakes import Block, Stack, batches, gpt_tiny, mlp, mlp_loss, token_batches
+from fakes import Block, Stack, batches, gpt_steps, gpt_tiny, mlp, mlp_loss
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
@@ -671,18 +671,6 @@ def test_choices_may_differ_by_unit() -> None:
     assert all(recording.reports[0]["moved_nbytes"]["d2h"] > 0 for recording in ours)
 
 
-def gpt_steps(use_cache: bool) -> Any:
-    def loop(model: Any, optimizer: Any, look: Any) -> None:
-        for ids in token_batches(4):
-            loss = model(input_ids=ids, labels=ids, use_cache=use_cache).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            look(loss=loss)
-
-    return loop
-
-
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_hugging_face_layers(use_cache: bool) -> None:
     """Recomputed without a cache; with ``use_cache`` the layers get a cache object, which is a reason to keep."""
@@ -692,7 +680,7 @@ def test_hugging_face_layers(use_cache: bool) -> None:
         model.train()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    loop = gpt_steps(use_cache)
+    loop = gpt_steps(4, use_cache=use_cache)
     check(build, loop, QUICK, activations="recompute")
     layers = [each for name, each in dropped_by(build, loop).items() if ".h." in name]
     assert layers == (["an input is a DynamicCache"] * 2 if use_cache else [3, 3])
@@ -708,7 +696,7 @@ def test_hugging_face_gradient_checkpointing_is_left_alone(use_reentrant: bool) 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    loop = gpt_steps(use_cache=False)
+    loop = gpt_steps(4, use_cache=False)
     check(build, loop, QUICK, activations="recompute")
     layers = [each for name, each in dropped_by(build, loop).items() if ".h." in name]
     assert not any(isinstance(each, int) and each > 0 for each in layers), layers
