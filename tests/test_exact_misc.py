@@ -703,6 +703,40 @@ def test_deepcopy_gives_an_ordinary_model_and_pickles_are_ordinary() -> None:
     check(with_adamw(Stack), loop, QUICK)
 
 
+PROGRAMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "trace": torch.jit.trace,
+    "trace, unchecked": lambda model, x: torch.jit.trace(model, x, check_trace=False),
+    "trace of forward": lambda model, x: torch.jit.trace(model.forward, x),
+    "trace_module": lambda model, x: torch.jit.trace_module(model, {"forward": x}),
+    "trace_module by name": lambda model, x: torch.jit.trace_module(mod=model, inputs={"forward": x}),
+    "script": lambda model, x: torch.jit.script(model),
+    "export": lambda model, x: torch.export.export(model, (x,)).module(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", PROGRAMS)
+def test_programs_made_of_a_model_on_the_way(how: str) -> None:
+    """A trace, a script or an export has the weights of its moment, is saved with them, and changes nothing."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(4, 4, 24)):
+            (model(x) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (1, 2):
+                program = PROGRAMS[how](model, x)
+                look(result=program(x), weights={name: p.detach().clone() for name, p in program.named_parameters()})
+                if isinstance(program, torch.jit.ScriptModule):
+                    stream = io.BytesIO()
+                    torch.jit.save(program, stream)
+                    stream.seek(0)
+                    look(loaded=torch.jit.load(stream)(x))
+            look()
+
+    check(with_adamw(Stack), loop, QUICK)
+
+
 def test_averages_of_weights() -> None:
     """AveragedModel (equal and exponential), and hand-made EMAs through p.data and p.detach()."""
     average = torch.optim.swa_utils

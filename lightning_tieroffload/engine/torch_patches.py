@@ -5,10 +5,12 @@ and optimizers, and ``GradScaler._unscale_grads_``. Without managed parameters a
 untouched; with them the numbers are the original's, bit for bit. Unwrapped they would still be right: ``p.grad`` is the
 true gradient wherever it is read, only then it stays on the device. ``torch.clear_autocast_cache`` says when autocast's
 casts end. ``torch.utils.swap_tensors`` refuses managed parameters, and ``nn.Parameter(p)`` is one over p's memory.
+What makes a program of a module (``torch.jit.trace``, ``torch.jit.script``, ``torch.export``) is given a copy of it.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import weakref
@@ -317,6 +319,24 @@ def _wrap_new_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
     return __new__
 
 
+def _ordinary(value: Any) -> Any:
+    """A copy without hooks and with memory of its own, of a module with managed parameters; anything else as it is."""
+    if isinstance(value, nn.Module) and any(managed_slot(p) is not None for p in value.parameters()):
+        return copy.deepcopy(value)
+    return value
+
+
+def _wrap_program_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def program_of(*args: Any, **kwargs: Any) -> Any:
+        # The program reads the module's memory past Python, whether it is there or not, and cannot contain our hooks.
+        if args:
+            return original(_ordinary(args[0]), *args[1:], **kwargs)
+        return original(**{name: _ordinary(value) for name, value in kwargs.items()})
+
+    return program_of
+
+
 class _Inside:
     """The function that one of torch's decorators holds, as an attribute.
 
@@ -372,6 +392,11 @@ def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callab
     yield torch.utils, "swap_tensors", _wrap_exchange
     yield torch.compiler, "_compile_session_context", _wrap_compile_session
     yield nn.Parameter, "__new__", _wrap_new_parameter
+    for owner in (torch.jit, torch.jit._trace):  # torch.jit.trace calls the latter's
+        yield owner, "trace_module", _wrap_program_of
+    yield torch.jit._recursive, "create_script_module", _wrap_program_of
+    for name in ("export", "draft_export"):
+        yield torch.export, name, _wrap_program_of
 
 
 def install(user: object) -> None:
