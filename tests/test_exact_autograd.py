@@ -13,7 +13,10 @@ from exactness import POISON, SLOW, Variant, check
 from fakes import Stack, batches
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_tieroffload import engine_of, offload
 
 VARIANTS = [
     Variant(POISON, budget="tight"),
@@ -161,3 +164,111 @@ def test_saved_tensor_hooks_forbidden() -> None:
         return torch.autograd.grad(out.sum(), list(model.parameters()))
 
     check(build, loop_with(forbidden), VARIANTS)
+
+
+class Penalised(nn.Module):
+    """A layer whose weight is also read past it, by a checkpointed function and around it."""
+
+    def __init__(self, kinds: tuple[bool, ...], where: str) -> None:
+        super().__init__()
+        self.kinds, self.where = kinds, where
+        self.linear = nn.Linear(16, 16)
+        self.deep = nn.Linear(16, 16)
+        self.register_buffer("count", torch.zeros(()))
+
+    def penalty(self, where: str) -> Any:
+        return (self.linear.weight**2).sum() * 1e-2 if where in self.where else 0.0
+
+    def compute(self, x: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        before = self.penalty("before")
+        x = torch.tanh(self.linear(x))
+        if depth + 1 < len(self.kinds):
+            x = checkpoint(self.compute, x, depth + 1, use_reentrant=self.kinds[depth + 1])
+        x = self.deep(x) + before
+        with torch.no_grad():
+            self.count.add_(1)  # not every time: forward that runs again stops when all that was saved is there
+        return x + self.penalty("after")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.compute, x, use_reentrant=self.kinds[0]) + self.penalty("outside")
+
+
+@pytest.mark.parametrize("where", ["before", "after", "before and after", "outside"])
+@pytest.mark.parametrize("kinds", [(False,), (True,), (False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_checkpoints_around_weights_that_are_read_past_their_layers(
+    kinds: tuple[bool, ...], where: str, is_autocast: bool
+) -> None:
+    """What a checkpoint counts is the same whatever windows are open, and what it runs again ends where it does."""
+
+    def make() -> Any:
+        model = nn.Sequential(*(Penalised(kinds, where) for _ in range(2)))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(3, 8, 16):
+            for half in x.requires_grad_().chunk(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+                    loss = (model(half).float() ** 2).mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(make, loop, VARIANTS)
+
+
+def test_a_checkpoint_goes_on_after_close() -> None:
+    """A graph of checkpoints that was recorded before ``close()`` counts the plain run's tensors after it."""
+
+    def gradients(is_ours: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Penalised((False, False), "before and after") for _ in range(2)))
+        if is_ours:
+            offload(model, device_budget="1MiB")
+        loss = (model(torch.ones(4, 16)) ** 2).mean()
+        if is_ours:
+            engine_of(model).close()
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    for expected, actual in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(expected, actual)
+
+
+class GradientInside(nn.Module):
+    """Differentiates through its own layers, and adds what that gives to its output."""
+
+    def __init__(self, create_graph: bool, by: str) -> None:
+        super().__init__()
+        self.create_graph, self.by = create_graph, by
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = nn.functional.softplus(self.second(torch.tanh(self.first(x)))).float().sum()
+        source = x if self.by == "input" else self.first.weight
+        (grad,) = torch.autograd.grad(energy, source, create_graph=self.create_graph)
+        return self.first(x) + (grad if self.by == "input" else grad.norm()) * 0.1
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("by", ["input", "weight"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_inside_forward(create_graph: bool, by: str, dtype: Any) -> None:
+    """A backward inside a unit's own window reads the other form of its weights, under the least budget too."""
+
+    def make() -> Any:
+        model = nn.Sequential(*(GradientInside(create_graph, by) for _ in range(2)))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(3, 8, 16):
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = (model(x).float() ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(make, loop, VARIANTS)

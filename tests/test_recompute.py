@@ -723,3 +723,47 @@ def test_report_says_who_keeps_and_why() -> None:
     lines = {line["unit"]: line["activations"] for line in engine.report()["plan"]["units"]}
     assert lines == {"0": "recompute", "1": "keep (its forward changes Python state)", "2": "recompute"}
     engine.close()
+
+
+class AsksTwice(torch.autograd.Function):
+    """Reads what it saved as often as it likes, which torch's own checkpoint does not let it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        y = torch.tanh(x)
+        ctx.save_for_backward(x, y, weight)
+        return y @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        dy = grad @ ctx.saved_tensors[2].t()
+        dweight = ctx.saved_tensors[1].t() @ grad
+        return dy * (1 - ctx.saved_tensors[1] ** 2) + 0 * ctx.saved_tensors[0], dweight
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_functions_that_ask_for_what_they_saved_again_and_again(twice: bool) -> None:
+    """In one backward, and in two backwards through one graph."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = AsksTwice.apply(self.first(x), self.weight)  # type: ignore[no-untyped-call]
+            return self.last(result)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(4, 8, 16):
+            loss = (model(x) ** 2).mean()
+            if twice:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    build = adamw(lambda: nn.Sequential(*(Net() for _ in range(3))))
+    check(build, loop, QUICK, activations="recompute")

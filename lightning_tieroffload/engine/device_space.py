@@ -795,8 +795,9 @@ class DeviceSpace:
             return
         self.wait_home(part.unit)
         # A unit may hand a parameter to another unit's forward: what user code reads by itself is fetched even
-        # where compute's own leases fill the budget, and is the user's memory then.
-        is_users = part in self._touched
+        # where compute's own leases fill the budget, and is the user's memory then. So is the other form of a unit
+        # whose window is open: a backward inside its forward reads what an earlier window saved.
+        is_users = part in self._touched or (part.unit.num_windows > 0 and part not in (part.unit.open_parts or ()))
         has_room = self.make_room(part.nbytes, keep=part.unit, what=f"unit {part.name}", must=not is_users)
         self._start_fetch(part, is_users=not has_room)
         self._land(part)

@@ -182,8 +182,8 @@ class ModuleHooks:
                         store = self._activations
             if self._profiler.is_on:
                 self._profile(frame, units, args, kwargs, again)
-            pair = (region.pack, region.unpack) if region is not None else None
-            frame.has_pushed = push_hooks(self._space, self._gradients.on_unpack, store, pair)
+            instead = ((region.pack, region.unpack), region.count) if region is not None else None
+            frame.has_pushed = push_hooks(self._space, self._gradients.on_unpack, store, instead)
         if self._trace is not None:
             own = self._unit_whose_time_it_is(frame, units, [other.window is not None for other in frames])
             if own is not None:

@@ -114,6 +114,7 @@ class _Core:
         torch_patches.when_autocast_ends(self.wire.drop_casts)
         torch_patches.when_autocast_ends(self.space.end_autocast)
         torch_patches.before_compiling(self._finish_updates)
+        torch_patches.when_checkpoint_saves(self._push_over_checkpoint)
         self.gradients = Gradients(self.space, self.wire)
         self.place = _placer(device)
         self.state_estimate_nbytes = 0  # of every adopted optimizer whose class is known
@@ -306,6 +307,10 @@ class _Core:
         if not self.scheduler.owns_this_thread():
             with contextlib.suppress(TransferTimeoutError):
                 self.scheduler.settle()
+
+    def _push_over_checkpoint(self) -> bool:
+        """See [Note: a checkpoint counts]."""
+        return push_hooks(self.space, self.gradients.on_unpack, is_over_checkpoint=True)
 
     @property
     def num_open(self) -> int:

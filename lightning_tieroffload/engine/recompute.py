@@ -48,7 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_tieroffload.engine.activations import version_error
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.nested import tensors_in
-from lightning_tieroffload.engine.saved import SavedHooks
+from lightning_tieroffload.engine.saved import SavedHooks, checkpoint_hooks
 
 __all__ = ["Recompute", "Region", "Watch"]
 
@@ -297,10 +297,11 @@ def _version(tensor: torch.Tensor) -> int:
 class _Packed:
     """A saved tensor of a region: kept as it is until the call has shown to be clean, then torch's placeholder."""
 
-    __slots__ = ("holder", "kept", "version")
+    __slots__ = ("again", "holder", "kept", "version")
 
     def __init__(self, holder: Any, tensor: torch.Tensor) -> None:
         self.holder = holder
+        self.again: tuple[int, torch.Tensor] | None = None  # the backward in which it was made again, and what was made
         self.kept: torch.Tensor | None = tensor if tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
@@ -437,11 +438,15 @@ class Region:
             self._again.run, True, torch_checkpoint.noop_context_fn, "default", False, *early_stop, *tensors
         )
         next(self._generator)  # saves the inputs and pushes torch's pair of hooks
-        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pair = checkpoint_hooks()
         assert pair is not None
         self._pack, self._unpack = pair
         if self.watch is not None:
             self.watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """A parameter is saved, which is the engine's: torch's checkpoint only has to count it."""
+        self._pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> _Packed:
         if self._owner.on_saved is not None:
@@ -453,7 +458,7 @@ class Region:
     def unpack(self, packed: _Packed) -> torch.Tensor:
         kept = packed.kept
         if kept is None:
-            return self._unpack(packed.holder)  # type: ignore[no-any-return]
+            return self._made_again(packed)
         if self._is_to_be_checked:
             self._is_to_be_checked = False
             self._owner.unchecked.discard(self)
@@ -461,6 +466,15 @@ class Region:
         if kept._version != packed.version:
             raise version_error("a saved tensor", kept.shape, packed.version, kept._version)
         return kept
+
+    def _made_again(self, packed: _Packed) -> torch.Tensor:
+        task = torch._C._current_graph_task_id()
+        if packed.again is not None and packed.again[0] == task:
+            return packed.again[1]
+        tensor: torch.Tensor = self._unpack(packed.holder)
+        if isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
+            packed.again = task, tensor  # a Function of the user's may ask twice, which torch's checkpoint refuses
+        return tensor
 
     def _check_after(self) -> None:
         """Backward of a watched call has begun: would forward still give the same?"""

@@ -5,6 +5,12 @@ shares a unit's storage is replaced by a description (shape, stride, offset, ver
 nothing on the device. ``unpack`` pages the unit in and makes the view again. Everything else is passed to the hooks
 that were active outside (a checkpoint's, a user's), or kept as it is. Hooks switch autograd's own version check off,
 so both kinds compare versions here.
+
+[Note: a checkpoint counts] Torch's non-reentrant checkpoint numbers what forward saves and finds it by number when
+forward runs again. A parameter must therefore come to the same hooks both times, whatever windows are open; so ours are
+pushed over a checkpoint's as soon as it pushes its own (torch_patches). The checkpoint still counts each saved
+parameter, as a stand-in of one element: where it stops running forward again, and when it begins, is as in the plain
+run.
 """
 
 from __future__ import annotations
@@ -19,15 +25,16 @@ from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.unit_state import Part
 
-__all__ = ["SavedHooks", "hooks_are_ours", "pop_hooks", "push_hooks"]
+__all__ = ["SavedHooks", "checkpoint_hooks", "hooks_are_ours", "pop_hooks", "push_hooks"]
 
 
 OnUnpack = Callable[[Part], None]
 Pair = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+Count = Callable[[torch.Tensor], Any]
 
 
 class _SavedView:
-    __slots__ = ("dtype", "offset", "part", "shape", "slot", "stride", "version")
+    __slots__ = ("counted", "dtype", "offset", "part", "shape", "slot", "stride", "version")
 
     def __init__(self, part: Part, slot: ParamSlot, tensor: torch.Tensor) -> None:
         self.part = part
@@ -37,6 +44,7 @@ class _SavedView:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.version = _version(slot.param)
+        self.counted: _Outer | None = None  # what a checkpoint around has in its place
 
     def make(self) -> torch.Tensor:
         if self.dtype == self.part.dtype:
@@ -81,6 +89,12 @@ class _Outer:
         self.unpack = unpack
 
 
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """What a checkpoint counts in place of a parameter: as large as that for who asks, and one element of memory."""
+    with torch._C._InferenceMode(False), torch._C._DisableTorchDispatch():
+        return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
 def _version(p: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return p._version
@@ -103,6 +117,8 @@ class SavedHooks:
         on_unpack: OnUnpack,
         outer: Pair | None,
         activations: ActivationStore | None = None,
+        *,
+        count: Count | None = None,
     ) -> None:
         self._space = space
         self._by_storage = space.by_storage
@@ -110,6 +126,8 @@ class SavedHooks:
         self._on_unpack = on_unpack
         self._outer = outer
         self._activations = activations
+        self._count = count  # a checkpoint around: see [Note: a checkpoint counts]
+        self.is_over_checkpoint = count is not None and outer is not None and count == outer[0]
 
     def is_outermost_of(self, space: DeviceSpace) -> bool:
         """Whether these are the hooks of ``space`` and nobody else's are around them."""
@@ -122,7 +140,12 @@ class SavedHooks:
             part = None  # sparse, opaque or wrapper tensors have no storage of their own
         if part is not None:
             offset = tensor.storage_offset() * tensor.itemsize // part.dtype.itemsize
-            return _SavedView(part, part.slot_at(offset), tensor)
+            view = _SavedView(part, part.slot_at(offset), tensor)
+            if self._count is not None:
+                counted = self._count(_stand_in(tensor))
+                if self.is_over_checkpoint:
+                    view.counted = _Outer(counted, self._outer[1])  # type: ignore[index]
+            return view
         if self._outer is not None:
             return _Outer(self._outer[0](tensor), self._outer[1])
         if self._space.on_saved is not None:
@@ -135,6 +158,8 @@ class SavedHooks:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is _SavedView:
+            if packed.counted is not None:
+                packed.counted.unpack(packed.counted.packed)  # forward runs again when it would in the plain run
             with self._lock:  # until there is a view, another thread that reads parameters may evict the part again
                 is_closed = packed.part.unit.is_closed
                 if not is_closed:
@@ -153,33 +178,47 @@ def push_hooks(
     space: DeviceSpace,
     on_unpack: OnUnpack,
     activations: ActivationStore | None = None,
-    region: Pair | None = None,
+    region: tuple[Pair, Count] | None = None,
+    *,
+    is_over_checkpoint: bool = False,
 ) -> bool:
     """Make ours the innermost hooks of this thread. False where they are already, or where hooks are forbidden.
 
     ``activations`` takes what is no parameter; ``region``, a pair of hooks, takes it instead, and whoever is outside
-    does not see it then.
+    does not see it then; with it comes who counts parameters. ``is_over_checkpoint``: a checkpoint has just pushed its
+    own.
     """
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return False
     outer: Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     owner = getattr(outer[0], "__self__", None) if outer is not None else None
+    count: Count | None = owner._count if isinstance(owner, SavedHooks) else None
+    if outer is not None and (is_over_checkpoint or (isinstance(owner, SavedHooks) and owner.is_over_checkpoint)):
+        count = outer[0]
     if region is not None:
-        outer = region
+        outer, count = region
     elif isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage:
         if owner._outer is not None or activations is None or activations is owner._activations:
             return False
         outer = None
-    hooks = SavedHooks(space, on_unpack, outer, activations)
+    hooks = SavedHooks(space, on_unpack, outer, activations, count=count)
     torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
     return True
 
 
 def hooks_are_ours(space: DeviceSpace) -> bool:
-    """Whether the innermost hooks of this thread are those of ``space``."""
+    """Whether the innermost hooks of this thread are those of ``space``, and no checkpoint's are right below."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     owner = getattr(top[0], "__self__", None) if top is not None else None
-    return isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage
+    return isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage and not owner.is_over_checkpoint
+
+
+def checkpoint_hooks() -> Pair | None:
+    """The hooks that a checkpoint has just pushed, whoever has pushed others over them."""
+    pair: Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    while pair is not None and isinstance(owner := getattr(pair[0], "__self__", None), SavedHooks):
+        pair = owner._outer
+    return pair
 
 
 def pop_hooks() -> None:

@@ -4,8 +4,9 @@
 and optimizers, and ``GradScaler._unscale_grads_``. Without managed parameters among the arguments the original runs,
 untouched; with them the numbers are the original's, bit for bit. Unwrapped they would still be right: ``p.grad`` is the
 true gradient wherever it is read, only then it stays on the device. ``torch.clear_autocast_cache`` says when autocast's
-casts end. ``torch.utils.swap_tensors`` refuses managed parameters, and ``nn.Parameter(p)`` is one over p's memory.
-What makes a program of a module (``torch.jit.trace``, ``torch.jit.script``, ``torch.export``) is given a copy of it.
+casts end, and the hooks of ``torch.utils.checkpoint`` that they have been pushed. ``torch.utils.swap_tensors`` refuses
+managed parameters, and ``nn.Parameter(p)`` is one over p's memory. What makes a program of a module
+(``torch.jit.trace``, ``torch.jit.script``, ``torch.export``) is given a copy of it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
 
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot
+from lightning_tieroffload.engine.saved import pop_hooks
 from lightning_tieroffload.engine.unit_state import Factor
 from lightning_tieroffload.errors import UnsupportedError
 
-__all__ = ["before_compiling", "install", "uninstall", "when_autocast_ends"]
+__all__ = ["before_compiling", "install", "uninstall", "when_autocast_ends", "when_checkpoint_saves"]
 
 _lock = threading.Lock()
 _originals: dict[tuple[Any, str], Any] = {}
@@ -247,9 +250,10 @@ def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
 _Calls = list[weakref.WeakMethod[Callable[[], None]]]
 _on_clear: _Calls = []
 _on_compile: _Calls = []
+_on_checkpoint: list[weakref.WeakMethod[Callable[[], bool]]] = []
 
 
-def _add(calls: _Calls, call: Callable[[], None]) -> None:
+def _add(calls: list[Any], call: Callable[[], Any]) -> None:
     with _lock:
         calls[:] = [*(ref for ref in calls if ref() is not None), weakref.WeakMethod(call)]
 
@@ -273,6 +277,36 @@ def before_compiling(call: Callable[[], None]) -> None:
     tensors where they compute with Python numbers otherwise: other bits.
     """
     _add(_on_compile, call)
+
+
+def when_checkpoint_saves(call: Callable[[], bool]) -> None:
+    """Call a bound method, held weakly, when a non-reentrant checkpoint has pushed its hooks.
+
+    True says that it has pushed others, which are popped before the checkpoint's.
+    """
+    _add(_on_checkpoint, call)
+
+
+def _wrap_enter_hooks(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __enter__(self: Any) -> None:
+        original(self)
+        self._tieroffload_num_over = 0
+        for ref in list(_on_checkpoint):
+            call = ref()
+            self._tieroffload_num_over += call is not None and call()
+
+    return __enter__
+
+
+def _wrap_exit_hooks(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __exit__(self: Any, *error: Any) -> None:
+        for _ in range(self.__dict__.pop("_tieroffload_num_over", 0)):
+            pop_hooks()
+        original(self, *error)
+
+    return __exit__
 
 
 def _wrap_compile_session(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -391,6 +425,10 @@ def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callab
     yield torch, "clear_autocast_cache", _wrap_clear_cache
     yield torch.utils, "swap_tensors", _wrap_exchange
     yield torch.compiler, "_compile_session_context", _wrap_compile_session
+    for name in ("_checkpoint_hook", "_recomputation_hook"):
+        hooks = getattr(torch_checkpoint, name, None)
+        yield hooks, "__enter__", _wrap_enter_hooks
+        yield hooks, "__exit__", _wrap_exit_hooks
     yield nn.Parameter, "__new__", _wrap_new_parameter
     for owner in (torch.jit, torch.jit._trace):  # torch.jit.trace calls the latter's
         yield owner, "trace_module", _wrap_program_of
