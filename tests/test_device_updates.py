@@ -20,6 +20,7 @@ from lightning_tieroffload.engine import optimizer as engine_optimizer
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
 from lightning_tieroffload.engine.optimizer import Updates
 from lightning_tieroffload.errors import UnsupportedError
+from lightning_tieroffload.kernels.pool import KernelPool
 
 
 class Net(nn.Module):
@@ -612,3 +613,31 @@ def test_state_that_nobody_holds_makes_no_step_wait(kernel: str, is_deferred: bo
         engine.close()
     assert len(found) >= 5 * 8
     assert not any(found)
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_weights_that_are_needed_first_go_first_through_the_kernels(is_deferred: bool, monkeypatch: Any) -> None:
+    """Two updates are under way at a time, and either may come to the kernels' threads before the other."""
+    submitted: list[int] = []
+    submit = KernelPool.submit
+
+    def noted(self: KernelPool, *args: Any, **kwargs: Any) -> Any:
+        submitted.append(kwargs["priority"])
+        return submit(self, *args, **kwargs)
+
+    monkeypatch.setattr(KernelPool, "submit", noted)
+    with one_thread():
+        seed_all(0)
+        model, optimizer = build()()
+        engine = attach(model, optimizer, Variant(SLOW, budget="all"), optimizer_kernel="numba", update_on="cpu")
+        engine.updates.defer_moments = is_deferred
+        for x in batches(4, 4, 32):
+            submitted.clear()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+        engine.close()
+    weights = [priority for priority in submitted if priority < engine_optimizer._MOMENTS_PRIORITY]
+    assert len(set(weights)) > 1
+    assert len(submitted) == len(weights) * (2 if is_deferred else 1)

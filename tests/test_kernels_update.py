@@ -61,6 +61,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "f16": {"grad_format": "f16", "scales": (1 / 1024, 0.37), "scale_format": "f16", "copy_format": "f16"},
     "f32-clip": {"scales": (0.37,), "copy_format": "bf16"},
     "bf16-clip-f32": {"grad_format": "bf16", "scales": (0.37, 0.9), "copy_format": "bf16"},
+    "split-bf16-once": {"master_form": "split", "grad_format": "bf16", "scales": (0.37,), "ties": "none"},
+    "split-bf16-born-ties": {"master_form": "split", "grad_format": "bf16", "ties": "born", "copy_format": "bf16"},
+    "split-bf16-hostile": {
+        "master_form": "split", "grad_format": "bf16", "scales": (-0.37,), "ties": "none", "hostile": True,
+    },
+    "split-bf16-rounded": {
+        "master_form": "split", "grad_format": "bf16", "scales": (0.37,), "scale_format": "bf16", "ties": "none",
+    },
     "hostile": {"hostile": True, "scales": (0.37,)},
     "hostile-split": {"hostile": True, "master_form": "split", "grad_format": "f16"},
 }  # fmt: skip
@@ -85,6 +93,24 @@ def test_kernel_has_the_bits_of_its_twin(rule: str, form: str) -> None:
     changed = "hi" if have.master_form == "split" else "master"
     changed = "first" if rule == "adamw-moments" else changed
     assert (before[changed] != have.arrays[changed]).any()
+
+
+def test_the_case_of_born_ties_has_them() -> None:
+    case = KernelCase(NUMEL, **FORMS["split-bf16-born-ties"])
+    assert not case.arrays["ties"].any()
+    adam.adam_slice_numpy(0, NUMEL, *case.args(adamw_scalars()))
+    assert np.unpackbits(case.arrays["ties"]).sum() >= 6
+
+
+@pytest.mark.parametrize("moments", [adam.MOMENTS_NOW, adam.MOMENTS_LATER, adam.MOMENTS_ONLY])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_loops_over_narrow_arrays_turn_the_sign_too(maximize: bool, moments: int) -> None:
+    scalars = adamw_scalars(maximize=maximize, moments=moments)
+    want, have = (KernelCase(NUMEL, **FORMS["split-bf16-once"]) for _ in range(2))
+    adam.adam_slice_numpy(0, NUMEL, *want.args(scalars))
+    adam.adam_slice.prepare(*have.args(scalars))
+    adam.adam_slice(0, NUMEL, *have.args(scalars))
+    assert_same_bits(want.arrays, have.arrays)
 
 
 def test_preparing_changes_nothing() -> None:

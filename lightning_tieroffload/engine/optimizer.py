@@ -765,7 +765,7 @@ class Updates:
                     trace.add("kernels", f"{cls.__name__} ({unit.name})", start_s, time.perf_counter())
                 # All of a unit's parameters at once: the pool's threads go from one to the next without a gap.
                 among_numel = sum(source.slot.numel for source in by_kernel)
-                running = [self._start_kernel(raw, source, among_numel) for source in by_kernel]
+                running = [self._start_kernel(raw, source, among_numel, priority) for source in by_kernel]
                 for future in running:
                     future.result()
                 self._tell_updated(num_step, numel, start_s)
@@ -882,7 +882,7 @@ class Updates:
             if not entry:
                 dict.pop(raw.state, slot.param)  # the class keeps nothing for this parameter
 
-    def _start_kernel(self, raw: Optimizer, source: _Source, among_numel: int) -> Future[None]:
+    def _start_kernel(self, raw: Optimizer, source: _Source, among_numel: int, priority: int) -> Future[None]:
         kernel, slot = source.kernel, source.slot
         entry = dict.get(raw.state, slot.param)
         if entry is None:
@@ -906,11 +906,11 @@ class Updates:
             grad=flat_numpy(grad), states=states, step=num_step, group=source.group,
             grad_scales=[factor.value() for factor in source.factors],
             grad_format=number_format(grad.dtype), is_new_state=is_first,
-            among_numel=among_numel,
+            among_numel=among_numel, priority=priority,
         )  # fmt: skip
         if self.defer_moments and not is_first and not slot.unit.is_paged and kernel.can_defer_moments(source.group):
             pool = self._named_pool(f"moments ({slot.unit.name})")
-            source.moments_later = functools.partial(start, pool, moments=MOMENTS_ONLY, priority=1)
+            source.moments_later = functools.partial(start, pool, moments=MOMENTS_ONLY, priority=_MOMENTS_PRIORITY)
             pool = self._named_pool(f"weights ({slot.unit.name})")
             return start(pool, moments=MOMENTS_LATER)  # type: ignore[no-any-return]
         future: Future[None] = start(self._named_pool(f"weights and moments ({slot.unit.name})"))

@@ -27,11 +27,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import uint32
 
-from lightning_tieroffload.kernels.primitives import LazyKernel, block_step, fma, fma_numpy
+from lightning_tieroffload.kernels.primitives import LazyKernel, block_step, f32_of_bf16, fma, fma_numpy
 from lightning_tieroffload.kernels.sweep import (
     BLOCK_NUMEL,
+    any_tie,
     close_block,
+    merged,
+    one_factor,
     open_block,
     open_gradient,
     stride_numel,
@@ -146,6 +150,37 @@ def _inner(master, exp_avg, exp_avg_sq, grad, s):  # type: ignore[no-untyped-def
         exp_avg_sq[i] = v
 
 
+# A split master and a narrow gradient are what nearly every step of a long run has. Loops of their own read them where
+# they are, without a pass through scratch in between: a third faster with 16 threads, where arithmetic limits.
+@block_step
+def _weights_narrow(hi, lo, grad, exp_avg, exp_avg_sq, scale, master, s):  # type: ignore[no-untyped-def]
+    for i in range(master.size):
+        p = merged(uint32(hi[i]), uint32(lo[i])) * s.decay
+        g = f32_of_bf16(uint32(grad[i])) * scale
+        m = exp_avg[i]
+        m = fma(s.lerp_weight, g - m, g if s.lerp_from_grad else m)
+        v = fma(s.one_minus_beta2 * g, g, exp_avg_sq[i] * s.beta2)
+        master[i] = p + (s.negative_step * m) / (math.sqrt(v) / s.root_correction2 + s.eps)
+
+
+@block_step
+def _moments_narrow(grad, exp_avg, exp_avg_sq, scale, s):  # type: ignore[no-untyped-def]
+    for i in range(grad.size):
+        g = f32_of_bf16(uint32(grad[i])) * scale
+        m = exp_avg[i]
+        exp_avg[i] = fma(s.lerp_weight, g - m, g if s.lerp_from_grad else m)
+        exp_avg_sq[i] = fma(s.one_minus_beta2 * g, g, exp_avg_sq[i] * s.beta2)
+
+
+@block_step
+def _weights_of_moments(hi, lo, exp_avg, exp_avg_sq, master, s):  # type: ignore[no-untyped-def]
+    """From moments that are new already: written and read in one loop, the arrays would be too many to vectorise."""
+    for i in range(master.size):
+        p = merged(uint32(hi[i]), uint32(lo[i])) * s.decay
+        step = (s.negative_step * exp_avg[i]) / (math.sqrt(exp_avg_sq[i]) / s.root_correction2 + s.eps)
+        master[i] = p + step
+
+
 def _inner_numpy(p: np.ndarray, m: np.ndarray, v: np.ndarray, grad: np.ndarray, s: AdamScalars) -> Any:
     if s.is_new_state:
         m[:] = 0
@@ -167,8 +202,26 @@ def _build(digest: int) -> Callable[..., None]:
         master_scratch = np.empty(BLOCK_NUMEL, np.float32)
         grad_scratch = np.empty(BLOCK_NUMEL, np.float32)
         stride = stride_numel(begin, end, master_f32, grad_format, scales_f32, scalars.negate, copy_u16)
+        is_narrow, scale = one_factor(grad_format, scales_f32, scale_format, scalars.negate)
+        is_split = master_f32.size == 0 and not scalars.has_l2 and not scalars.is_new_state
         for start in range(begin, end, stride):
             stop = min(start + stride, end)
+            if is_narrow and scalars.moments == MOMENTS_ONLY:
+                _moments_narrow(
+                    grad_u16[start:stop], exp_avg_f32[start:stop], exp_avg_sq_f32[start:stop], scale, scalars
+                )
+                continue
+            if is_narrow and is_split and not any_tie(ties_u8, start, stop):
+                master = master_scratch[: stop - start]
+                hi, lo, grad_bits = hi_u16[start:stop], lo_u16[start:stop], grad_u16[start:stop]
+                first, second = exp_avg_f32[start:stop], exp_avg_sq_f32[start:stop]
+                if scalars.moments == MOMENTS_LATER:
+                    _weights_narrow(hi, lo, grad_bits, first, second, scale, master, scalars)
+                else:
+                    _moments_narrow(grad_bits, first, second, scale, scalars)
+                    _weights_of_moments(hi, lo, first, second, master, scalars)
+                close_block(master, master_f32, hi_u16, lo_u16, ties_u8, copy_u16, copy_format, start)
+                continue
             if scalars.moments == MOMENTS_ONLY:
                 grad = open_gradient(
                     grad_f32, grad_u16, grad_format, scales_f32, scale_format, scalars.negate, start, stop, grad_scratch

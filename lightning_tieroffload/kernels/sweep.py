@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import uint8, uint16, uint32
+from numba import float32, uint8, uint16, uint32
 
 from lightning_tieroffload.kernels.primitives import (
     BFLOAT16,
@@ -36,9 +36,12 @@ from lightning_tieroffload.kernels.primitives import (
 
 __all__ = [
     "BLOCK_NUMEL",
+    "any_tie",
     "close_block",
     "merge_block",
     "merge_numpy",
+    "merged",
+    "one_factor",
     "open_block",
     "open_gradient",
     "split_block",
@@ -47,9 +50,9 @@ __all__ = [
     "sweep_numpy",
 ]
 
-# Two scratch arrays of 2 KiB beside the block's lines of master and state: measured best of 256 to 8192 with a split
-# master, and within noise of the best with a plain one. A multiple of 8, so that a block owns whole tie bytes.
-BLOCK_NUMEL = 512
+# Two scratch arrays of 4 KiB beside the block's lines of master and state: of 512, 1024 and 2048 the best or within
+# noise of it, with 1 to 16 threads. A multiple of 8, so that a block owns whole tie bytes.
+BLOCK_NUMEL = 1024
 
 
 @block_step
@@ -93,23 +96,34 @@ def _load_gradient(grad_f32, grad_u16, grad_format, scales_f32, scale_format, ne
             out_f32[i] = -out_f32[i]
 
 
+@inlined
+def merged(high, low):  # type: ignore[no-untyped-def]
+    """The fp32 master of its two halves, each in a uint32, but for a tie. See [Note: split master]."""
+    return float_of(uint32(uint32(uint32(high - uint32(low > uint32(0x8000))) << uint32(16)) | low))
+
+
+@block_step
+def any_tie(ties_u8, begin, end):  # type: ignore[no-untyped-def]
+    """Whether a block has a tie. ``begin`` is a multiple of 8."""
+    ties = ties_u8[begin // 8 : (end + 7) // 8]
+    bits = uint8(0)
+    for k in range(ties.size):
+        bits |= ties[k]
+    return bits != 0
+
+
 @block_step
 def merge_block(hi_u16, lo_u16, ties_u8, begin, out_f32):  # type: ignore[no-untyped-def]
     """A block of the fp32 master from its split form. ``begin`` is a multiple of 8. See [Note: split master]."""
     hi = hi_u16[begin : begin + out_f32.size]
     lo = lo_u16[begin : begin + out_f32.size]
     for i in range(out_f32.size):
-        low = uint32(lo[i])
-        high = uint32(hi[i]) - uint32(low > uint32(0x8000))
-        out_f32[i] = float_of((high << uint32(16)) | low)
-    ties = ties_u8[begin // 8 : (begin + out_f32.size + 7) // 8]
-    any_tie = uint8(0)
-    for k in range(ties.size):
-        any_tie |= ties[k]
-    if any_tie != 0:  # rare: one in 65,536 elements of trained weights
+        out_f32[i] = merged(uint32(hi[i]), uint32(lo[i]))
+    if any_tie(ties_u8, begin, begin + out_f32.size):  # rare: one in 65,536 elements of trained weights
+        ties = ties_u8[begin // 8 : (begin + out_f32.size + 7) // 8]
         for i in range(out_f32.size):
-            tie = (uint32(ties[i >> 3]) >> uint32(i & 7)) & uint32(1)
-            out_f32[i] = float_of(bits_of(out_f32[i]) - (tie << uint32(16)))
+            tie = uint32(uint32(uint32(ties[i >> 3]) >> uint32(i & 7)) & uint32(1))
+            out_f32[i] = float_of(uint32(bits_of(out_f32[i]) - uint32(tie << uint32(16))))
 
 
 @block_step
@@ -117,16 +131,17 @@ def split_block(master_f32, hi_u16, lo_u16, ties_u8, begin):  # type: ignore[no-
     """The split form of a block of the master. ``begin`` is a multiple of 8; the block's tie bytes are all written."""
     hi = hi_u16[begin : begin + master_f32.size]
     lo = lo_u16[begin : begin + master_f32.size]
-    any_tie = uint32(0)
+    least = uint32(0xFFFFFFFF)
     for i in range(master_f32.size):
         bits = bits_of(master_f32[i])
         hi[i] = uint16(bf16_bits(bits))
-        lo[i] = uint16(bits & uint32(0xFFFF))
-        any_tie |= uint32((bits & uint32(0x1FFFF)) == uint32(0x18000))
+        lo[i] = uint16(bits)
+        # Zero only where the low 17 bits are those of a tie that was raised; a minimum is one instruction a vector.
+        least = min(least, uint32(uint32(bits ^ uint32(0x18000)) << uint32(15)))
     ties = ties_u8[begin // 8 : (begin + master_f32.size + 7) // 8]
     for k in range(ties.size):
         ties[k] = uint8(0)
-    if any_tie != 0:
+    if least == 0:
         for i in range(master_f32.size):
             bits = bits_of(master_f32[i])
             tie = (bits & uint32(0x1FFFF)) == uint32(0x18000) and (bits & uint32(0x7FFFFFFF)) <= uint32(0x7F800000)
@@ -151,6 +166,18 @@ def stride_numel(begin, end, master_f32, grad_format, scales_f32, negate, copy_u
     if master_f32.size > 0 and grad_format == FLOAT32 and scales_f32.size == 0 and not negate and copy_u16.size == 0:
         return max(end - begin, 1)
     return BLOCK_NUMEL
+
+
+@block_step
+def one_factor(grad_format, scales_f32, scale_format, negate):  # type: ignore[no-untyped-def]
+    """Whether the final gradient is a bfloat16 one times one float32 factor, sign included; and that factor."""
+    scale = float32(1)
+    if scales_f32.size > 0:
+        scale = scales_f32[0]
+    if negate:
+        scale = -scale
+    is_rounded = scales_f32.size > 1 or (scales_f32.size == 1 and scale_format != FLOAT32)
+    return grad_format == BFLOAT16 and not is_rounded, scale
 
 
 @inlined

@@ -40,4 +40,4 @@ def test_a_model_of_51_gib_trains_in_24_with_the_same_losses(face: str, model: s
     assert ours["device_peak_nbytes"] <= 24 * GiB
     assert ours["device_reserved_peak_nbytes"] <= 24 * GiB
     assert ours["report"]["tiers"]["device"]["peak_nbytes"] <= 10 * GiB
-    assert resident["device_peak_nbytes"] > 48 * GiB
+    assert resident["device_peak_nbytes"] > 40 * GiB  # parameters, moments, gradients, and activations beside them
