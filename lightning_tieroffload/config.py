@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.errors import ConfigError, UnsupportedError
 from lightning_tieroffload.host_limits import cgroup_limits, host_available_nbytes
-from lightning_tieroffload.sizes import GiB, KiB, MiB, format_nbytes, parse_nbytes
+from lightning_tieroffload.sizes import GiB, KiB, MiB, format_nbytes, parse_nbytes, shown
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,7 @@ __all__ = [
     "TierOffloadConfig",
     "local_world_size",
     "malloc_is_tuned",
+    "refuse_what_is_not_there",
     "resolve_budgets",
     "visible_devices",
 ]
@@ -80,7 +81,7 @@ _TRAINER_OWNED = frozenset(
 
 
 def _refuse(key: str, value: object, allowed: str, hint: str = "") -> ConfigError:
-    return ConfigError(f"{key}={value!r} is not allowed. Allowed: {allowed}.{hint}")
+    return ConfigError(f"{key}={shown(value)} is not allowed. Allowed: {allowed}.{hint}")
 
 
 def _is_auto(value: object) -> bool:
@@ -138,7 +139,7 @@ def _seconds(key: str, value: object) -> float:
         raise _refuse(key, value, allowed)
     try:
         seconds = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise _refuse(key, value, allowed) from None
     if not 0 < seconds < math.inf:
         raise _refuse(key, value, allowed)
@@ -553,6 +554,25 @@ def _nvme_free(paths: tuple[str, ...], num_local: int) -> tuple[int, str]:
     return nbytes, f"free space of {len(free_by_device)} file system(s)"
 
 
+_THERE: dict[str, tuple[str, ...]] = {
+    "activations": ("auto", "keep", "offload", "recompute"),
+    "update_on": ("auto", "cpu", "device"),
+    "state_dtype": ("fp32",),
+    "master_weights": ("as_given",),
+}
+
+
+def refuse_what_is_not_there(config: TierOffloadConfig) -> None:
+    """UnsupportedError for a setting that would be ignored: it is known and not there yet."""
+    for key, there in _THERE.items():
+        value = getattr(config, key)
+        if value not in there:
+            raise UnsupportedError(
+                f"{key}={value!r} is not supported by this version (it takes {' or '.join(map(repr, there))}). "
+                f"Leave {key} out."
+            )
+
+
 def resolve_budgets(
     config: TierOffloadConfig,
     device: torch.device | str,
@@ -594,6 +614,10 @@ def resolve_budgets(
         device_nbytes = int(host_part_nbytes * _CPU_DEVICE_FRAC)
         device_nbytes = min(device_nbytes, left_nbytes)
         sources["device"] = f"auto: a quarter of host memory, by {host_source}, less a margin{shared}"
+        if device_nbytes == left_nbytes:
+            sources["device"] = (
+                f"auto: {host_source}, less a margin{shared}, less dram_budget, {format_nbytes(dram_chosen or 0)}"
+            )
 
     if dram_chosen is not None:
         dram_nbytes = dram_chosen
@@ -602,6 +626,8 @@ def resolve_budgets(
         # Without a GPU the DEVICE tier is host memory too, whoever chose its budget.
         dram_nbytes = host_part_nbytes if is_cuda else max(0, host_part_nbytes - device_nbytes)
         sources["dram"] = f"auto: {host_source}, less a margin{shared}"
+        if not is_cuda and config.device_budget != "auto":
+            sources["dram"] += f", less device_budget, {format_nbytes(device_nbytes)}: it is host memory without a GPU"
 
     if not config.nvme_paths:
         nvme_nbytes = 0

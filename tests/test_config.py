@@ -50,8 +50,10 @@ VALID: dict[str, object] = {
     "trace_path": "/tmp/trace",
     "trace_steps": 5,
 }
+# Nothing counts so many bytes; Python prints no number of 5000 digits.
+HUGE = [2**63, 10**400, 10**5000, 1e300, "1e400", "1e300GiB", "9" * 5000, f"{'9' * 5000}GiB", "8388608TiB"]
 WRONG: dict[str, list[object]] = {
-    "device_budget": [-1, True, "8 GGB", {"a": 1}, [1], float("nan"), float("inf"), "", "-3GiB"],
+    "device_budget": [-1, True, "8 GGB", {"a": 1}, [1], float("nan"), float("inf"), "", "-3GiB", *HUGE],
     "dram_budget": [-1, "8 GGB", "lots"],
     "nvme_budget": ["-1", {"x": 1}],
     "nvme_paths": [3, [3], [""], ["/a", "/a/"], {"a": "b"}, "", ["a\0b"], "$NOT_SET_ANYWHERE/x", "s3://bucket/x"],
@@ -67,10 +69,10 @@ WRONG: dict[str, list[object]] = {
     "profile_steps": [-1, 1.5, "two", True, 10**6],
     "verify_reads": ["perhaps", 2, [True]],
     "prefetch_units": [-1, 1.5, "far", True],
-    "io_threads": [0, -1, 10**6, "many"],
+    "io_threads": [0, -1, 10**6, "many", 10**5000, "9" * 5000],
     "block_nbytes": [0, 4095, "3GiB", 5000, "huge"],
-    "nvme_write_budget": [-1, "8 GGB", True],
-    "io_timeout_s": [0, -1, "soon", True, float("inf"), float("nan")],
+    "nvme_write_budget": [-1, "8 GGB", True, *HUGE],
+    "io_timeout_s": [0, -1, "soon", True, float("inf"), float("nan"), 10**400],
     "checkpoint_format": ["zip", 1],
     "debug": ["poisn", ["poison", "x"], 3, {"poison": True}, True],
     "trace_path": [3, {"a": 1}, __file__],
@@ -89,10 +91,14 @@ def test_signature_and_schema_agree(key: str) -> None:
     assert key in config_module._READERS
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key in FIELDS for value in WRONG[key]])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [pytest.param(key, value, id=f"{key}-{index}") for key in FIELDS for index, value in enumerate(WRONG[key])],
+)
 def test_cfg_04_wrong_value_names_key_and_value(key: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         TierOffloadConfig(**{key: value})
+    assert len(str(caught.value)) < 400
     assert key in str(caught.value)
     assert "llowed" in str(caught.value) or "must be" in str(caught.value) or "Write" in str(caught.value)
 
@@ -414,6 +420,14 @@ class TestAutoBudgets:
         assert budgets.device_nbytes == part_nbytes // 4
         assert budgets.device_nbytes + budgets.dram_nbytes == part_nbytes
         assert budgets.nvme_nbytes == 0
+
+    def test_what_one_chosen_budget_leaves_of_the_host_names_it(self, tmp_path: Path) -> None:
+        """Without a GPU both are host memory: 0 bytes for the other one have a reason that somebody can change."""
+        for chosen, other in (("device", "dram"), ("dram", "device")):
+            config = TierOffloadConfig(**{f"{chosen}_budget": "900GiB"})
+            budgets = resolve_budgets(config, "cpu", environ={}, root=tmp_path)
+            assert getattr(budgets, f"{other}_nbytes") == 0
+            assert f"less {chosen}_budget, 900 GiB" in budgets.sources[other]
 
     def test_cgroup_limit_wins(self, tmp_path: Path) -> None:
         lay_out_cgroup_v2(tmp_path, "/a", {"/a": {"memory.max": f"{20 * GiB}", "memory.current": f"{10 * GiB}"}})

@@ -13,7 +13,7 @@ from loopkit import mlp
 from torch import nn
 
 from lightning_tieroffload import engine_of, offload
-from lightning_tieroffload.errors import UnsupportedError
+from lightning_tieroffload.errors import InfeasiblePlanError, UnsupportedError
 
 KiB = 1024
 SETTINGS: dict[str, Any] = {"device_budget": 64 * KiB, "dram_budget": 64 * KiB * KiB}
@@ -438,3 +438,11 @@ def test_dropped_model_is_gone_though_another_shares_its_budget() -> None:
     assert len(engine.space.by_storage) == len(engine.space.units) == 4
     assert after["device"]["used_nbytes"] == sum(p.charged_nbytes for u in engine.space.units for p in u.parts)
     engine.close()
+
+
+# -------------------------------------------------------------------------------------------------------- budgets
+@pytest.mark.parametrize(("chosen", "other"), [("device", "dram"), ("dram", "device")])
+def test_a_budget_that_another_left_nothing_for_says_so(chosen: str, other: str) -> None:
+    """Without a GPU both are host memory: the message names the setting that somebody did choose."""
+    with pytest.raises(InfeasiblePlanError, match=f"{other}_budget is 0 B .*less {chosen}_budget, 9.1e\\+05 TiB"):
+        offload(layers(), **{f"{chosen}_budget": 10**18})

@@ -209,9 +209,40 @@ def test_a_measured_profile_is_taken_as_it_is_and_only_for_its_batch(
         (("estimate", "tiny", "--device-budget", "8 GGB"), "GGB"),
         (("plan", "tiny", "--save", "/dev/null/plan.json"), "--save /dev/null/plan.json cannot be written"),
         (("estimate", "tiny", "--nvme-paths", "/flash"), "give nvme_budget too"),
+        (("estimate", "tiny", "--device-budget", "1e400"), "8 EiB"),
+        (("estimate", "tiny", "--state-dtype", "fp8"), "state_dtype='fp8' is not supported"),
+        (("plan", "tiny", "--update-on", "split"), "update_on='split' is not supported"),
+        (("plan", "tiny", "--master-weights", "fp32"), "master_weights='fp32' is not supported"),
     ],
 )
 def test_mistakes_are_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, *arguments)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "it has no model_type"),
+        ({}, "it has no model_type"),
+        ({"model_type": None}, "it has no model_type"),
+        ({"model_type": "nobody"}, "nobody"),
+        ({"model_type": "llama", "hidden_size": "x"}, "hidden_size"),
+        ({"model_type": "llama", "hidden_size": 7, "num_attention_heads": 2}, "(7)"),
+        ({"model_type": "gpt2", "vocab_size": -5}, "negative dimension -5"),
+        ({"model_type": "gpt2", "n_embd": 10**11, "n_head": 1}, "overflow"),
+        ({"model_type": "vit"}, "no causal language model"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "other.json"])
+def test_a_configuration_that_no_model_can_have_is_one_message(
+    name: str, content: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / name
+    file.write_text(json.dumps(content))
+    code, _, err = run(capsys, "estimate", str(file))
+    assert code == 2
+    assert name in err
+    assert message in err
+    assert len(err.splitlines()[-1]) < 600

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from lightning_tieroffload.cli.options import print_json, refuse_rest, take_settings
-from lightning_tieroffload.config import TierOffloadConfig
+from lightning_tieroffload.config import TierOffloadConfig, refuse_what_is_not_there
 from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError
 from lightning_tieroffload.planning.cost_model import ACTIVATION_CHOICES, ActivationChoice, Instance, UpdatePlace
 from lightning_tieroffload.planning.plan import Plan, check_plan
@@ -112,6 +112,7 @@ def instance_from(profile: Profile, config: TierOffloadConfig, *, grad_accum: in
 def _pose(ctx: typer.Context, source: str, machine: str, job: _Job) -> tuple[TierOffloadConfig, Instance, Profile]:
     config, rest = take_settings(list(ctx.args))
     refuse_rest(rest)
+    refuse_what_is_not_there(config)
     if config.nvme_paths and config.nvme_budget == "auto":
         raise ConfigError(
             "nvme_paths says where flash is, and a plan for any machine needs how much: give nvme_budget too, for "

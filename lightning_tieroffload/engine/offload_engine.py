@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_tieroffload.concepts import Role, Tier
-from lightning_tieroffload.config import TierOffloadConfig, resolve_budgets, visible_devices
+from lightning_tieroffload.config import TierOffloadConfig, refuse_what_is_not_there, resolve_budgets, visible_devices
 from lightning_tieroffload.engine import optimizer as optimizers
 from lightning_tieroffload.engine import torch_patches
 from lightning_tieroffload.engine.compute_trace import ComputeTrace
@@ -96,6 +96,7 @@ class _Core:
             adopted_host_nbytes=adopted_nbytes,
             adopted_device_nbytes=0 if on_host else adopted_nbytes,
         )
+        self.budget_sources = budgets.sources
         delays = self.delay_seed if "delays" in config.debug and on_host else None
         self.trace: TraceRecorder | None = None
         if config.trace_path is not None and config.trace_steps > 0:
@@ -716,7 +717,7 @@ class OffloadEngine:
         budget_nbytes = self.space.ledger[Tier.DEVICE].budget_nbytes
         if least_nbytes > budget_nbytes:
             raise InfeasiblePlanError(
-                f"device_budget is {format_nbytes(budget_nbytes)} ({budget_nbytes} bytes), but unit {largest_name} "
+                f"device_budget is {self._budget(Tier.DEVICE)}, but unit {largest_name} "
                 f"needs {format_nbytes(least_nbytes)} on the device at one time (its parameters, its largest gradient"
                 f"{', modules that are in use around it' if spanning_nbytes else ''}). The smallest device_budget that "
                 f"works is {least_nbytes} bytes; raise device_budget, or name smaller modules in `units`.",
@@ -726,13 +727,19 @@ class OffloadEngine:
         if self.core.store is None:
             self._check_dram(sum(_dram_nbytes(spec, self.device) for spec in specs), "parameters and gradients")
 
+    def _budget(self, tier: Tier) -> str:
+        """Its number, and where that is from unless somebody chose it."""
+        nbytes = self.space.ledger[tier].budget_nbytes
+        source = self.core.budget_sources[tier.name.lower()]
+        return f"{format_nbytes(nbytes)} ({nbytes} bytes{f'; {source}' if source.startswith('auto') else ''})"
+
     def _check_dram(self, more_nbytes: int, what: str) -> None:
         account = self.space.ledger[Tier.DRAM]
         running_nbytes = sum(unit.running_dram_nbytes() for unit in self.space.units)
         need_nbytes = running_nbytes + self._state_nbytes() + more_nbytes
         if need_nbytes > account.budget_nbytes:
             raise InfeasiblePlanError(
-                f"dram_budget is {format_nbytes(account.budget_nbytes)} ({account.budget_nbytes} bytes), but {what} "
+                f"dram_budget is {self._budget(Tier.DRAM)}, but {what} "
                 f"would take what must be in DRAM to {format_nbytes(need_nbytes)}. The smallest dram_budget that works "
                 f"is {need_nbytes} bytes; or name a directory on flash in nvme_paths for what does not fit.",
                 tier="dram",
@@ -1339,25 +1346,12 @@ _FIRST_ACTIVATION = {
     "offload": ActivationChoice.OFFLOAD_DRAM,
 }
 
-_FINISHED = {
-    "activations": ("auto", "keep", "offload", "recompute"),
-    "update_on": ("auto", "cpu", "device"),
-    "state_dtype": ("fp32",),
-    "master_weights": ("as_given",),
-}
-
 
 def _refuse_unfinished(config: TierOffloadConfig) -> None:
     """A setting that would be ignored is an error: it is not there yet."""
     if config.state_home == "nvme" and not config.nvme_paths:
         raise ConfigError('state_home="nvme" needs nvme_paths: name a directory on flash, or leave state_home out.')
-    for key, allowed in _FINISHED.items():
-        value = getattr(config, key)
-        if value not in allowed:
-            raise UnsupportedError(
-                f"{key}={value!r} is not supported by this version (it takes "
-                f"{' or '.join(repr(each) for each in allowed)}). Leave {key} out."
-            )
+    refuse_what_is_not_there(config)
 
 
 def _compute_device(device: torch.device | None) -> torch.device:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,11 +86,24 @@ def read_model_config(source: str) -> Any:
         )
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{os.fspath(file)} is not a model configuration: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ConfigError(
+            f"{os.fspath(file)} is not a model configuration: it has no model_type. Save one with "
+            "model.config.save_pretrained(directory)."
+        )
+    try:
         if file.name == "config.json":
             return AutoConfig.from_pretrained(os.fspath(folder), local_files_only=True)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{os.fspath(file)} is not a model configuration: {error}") from error
+    except Exception as error:  # each family checks its own fields, with errors of many classes
+        raise ConfigError(f"{os.fspath(file)} is not a model configuration: {_in_short(error)}") from error
+
+
+def _in_short(error: Exception) -> str:
+    # Transformers lists every class that it knows.
+    return textwrap.shorten(str(error) or repr(error), 300, placeholder=" ...")
 
 
 def estimate_profile(
@@ -116,8 +130,8 @@ def estimate_profile(
     def build() -> nn.Module:
         try:
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=kind.dtype)  # type: ignore[no-untyped-call]
-        except (ValueError, ImportError, AttributeError) as error:
-            raise ConfigError(f"{source}: no causal language model can be built from it: {error}") from error
+        except Exception as error:  # whatever the model's constructor makes of sizes that cannot be
+            raise ConfigError(f"{source}: no causal language model can be built from it: {_in_short(error)}") from error
         return model
 
     def inputs() -> dict[str, torch.Tensor]:
