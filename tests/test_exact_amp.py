@@ -442,3 +442,38 @@ def test_convolutions_and_recurrent_layers_under_autocast() -> None:
             return self.lstm(self.attention(h.transpose(1, 2)).float())[0]
 
     check(build_of(Net), amp_loop(), VARIANTS)
+
+
+class AutocastWithin(nn.Module):
+    """Autocast, and a checkpoint inside or around it, that begin in the middle of a unit's window."""
+
+    def __init__(self, order: str, dtype: torch.dtype, cache: bool) -> None:
+        super().__init__()
+        self.order, self.dtype, self.cache = order, dtype, cache
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = (self.second.weight**2).sum() * 1e-2
+        return self.second(torch.tanh(self.first(x))) + penalty
+
+    def cast(self, x: torch.Tensor, compute: Any) -> torch.Tensor:
+        with torch.autocast("cpu", self.dtype, cache_enabled=self.cache):
+            result: torch.Tensor = compute(x)
+        return result.float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.order == "autocast in a checkpoint":
+            return checkpoint(self.cast, x, self.compute, use_reentrant=False)  # type: ignore[no-any-return]
+        if self.order == "checkpoint in autocast":
+            return self.cast(x, lambda x: checkpoint(self.compute, x, use_reentrant=False))
+        return self.cast(x, self.compute)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("order", ["autocast in a checkpoint", "checkpoint in autocast", "no checkpoint"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache", [True, False])
+def test_autocast_that_begins_inside_a_window(order: str, dtype: torch.dtype, cache: bool, activations: str) -> None:
+    """Forward saves autocast's own casts and runs again with stand-ins: the same numbers in the same places."""
+    build = build_of(lambda: nn.Sequential(*(AutocastWithin(order, dtype, cache) for _ in range(2))))
+    check(build, amp_loop(micro=lambda step, i: False), VARIANTS, activations=activations)

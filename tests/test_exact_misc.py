@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -487,6 +489,69 @@ def test_multihead_attention_and_its_fast_path() -> None:
             look(loss=loss, plain=plain, inferred=inferred.clone())
 
     check(with_adamw(Net), loop, QUICK)
+
+
+class Encoders(nn.Module):
+    """Encoder layers as units, inside units, hooked by the user, or such that torch has no fused kernel for them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.width = how, 15 if how == "odd heads" else 16
+        make = functools.partial(nn.TransformerEncoderLayer, self.width, 3 if how == "odd heads" else 2, 24)
+        layers = [
+            make(batch_first=how != "batch second", activation="gelu" if how == "gelu" else "relu") for _ in "abc"
+        ]
+        if how == "inside":
+            layers = [nn.Sequential(nn.Linear(16, 16), layer, nn.Linear(16, 16)) for layer in layers]
+        if how == "hooked":
+            layers[1].linear1.register_forward_hook(lambda *_: None)
+        if how == "frozen":
+            layers[0].requires_grad_(False)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor, padding: Any = None) -> torch.Tensor:
+        x = x[..., : self.width]
+        for layer in self.layers:
+            if self.how == "checkpointed":
+                x = checkpoint(layer, x, use_reentrant=True).float()
+            elif self.how == "inside":
+                x = layer(x).float()
+            else:
+                x = layer(x, src_key_padding_mask=None if self.how == "batch second" else padding).float()
+            x = x if padding is None else x.masked_fill(padding[..., None], 0)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "how", ["relu", "gelu", "inside", "hooked", "frozen", "checkpointed", "odd heads", "batch second"]
+)
+def test_encoder_layers_evaluate_by_their_fused_kernel(how: str, autocast: bool) -> None:
+    """Where the plain run's do, padding or not, under the CPU's autocast too; training goes on unchanged after it."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        padding = torch.tensor([[False] * 5, [False, False, True, True, True]])
+        for x in batches(3, 2, 5, 16):
+            logged = {}
+            for key, mode in (
+                ("plain", torch.no_grad),
+                ("inferred", torch.inference_mode),
+                ("graph", torch.enable_grad),
+            ):
+                model.eval()
+                with mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    logged[key] = [model(x).detach().clone(), model(x, padding).detach().clone()]
+                model.train()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = (model(x.requires_grad_()).float() ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert type(model.layers[0]._forward_hooks) is OrderedDict
+            look(loss=loss, **{k: [v.float().clone() for v in values] for k, values in logged.items()})
+
+    check(with_adamw(lambda: Encoders(how)), loop, QUICK)
 
 
 def test_transformer_encoder_with_padding_takes_the_nested_path() -> None:

@@ -725,6 +725,61 @@ def test_report_says_who_keeps_and_why() -> None:
     engine.close()
 
 
+def bilinear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return nn.functional.bilinear(x, torch.tanh(x), weight.expand(8, 16, 16) * torch.arange(8.0)[:, None, None])
+
+
+SHY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "bilinear": bilinear,
+    "bilinear of its own": lambda x, w: nn.functional.bilinear(x, x, (w @ w).float()[None]).add_(1),
+    "pinv": lambda x, w: x @ torch.linalg.pinv(w.detach()),
+    "svdvals": lambda x, w: x + torch.linalg.svdvals(w.detach() @ w.detach().t()),
+    "eigvalsh": lambda x, w: x + torch.linalg.eigvalsh(w.detach() @ w.detach().t()),
+    "cond": lambda x, w: x * torch.linalg.cond(w.detach()),
+    "nuclear norm": lambda x, w: x * torch.linalg.matrix_norm(w.detach(), "nuc"),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", SHY)
+def test_functions_that_compute_otherwise_while_somebody_watches(name: str, autocast: bool) -> None:
+    """Beneath a dispatch mode autocast does not reach their insides, or they go another way: the watch steps aside."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.LazyLinear(16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = SHY[name](self.first(x).float(), self.first.weight)
+            return torch.tanh(self.last(x))
+
+    def make() -> nn.Module:
+        model = nn.Sequential(*(Net() for _ in range(3)))
+        model(torch.ones(2, 16))
+        return model
+
+    check(adamw(make), steps(mlp_loss, 3, 8, 16, autocast=autocast), QUICK, activations="recompute")
+
+
+def test_attention_that_evaluates_inside_a_unit_that_trains() -> None:
+    """It chooses its fused path by asking whether anybody overrides functions."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True).requires_grad_(False)
+            self.last = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.attention.eval()
+            y = x.detach()[:, None].expand(-1, 3, -1)
+            return x + self.last(self.attention(y, y, y, need_weights=False)[0].mean(1))
+
+    build = adamw(lambda: nn.Sequential(*(Net() for _ in range(3))))
+    check(build, steps(mlp_loss, 3, 8, 16), QUICK, activations="recompute")
+
+
 class AsksTwice(torch.autograd.Function):
     """Reads what it saved as often as it likes, which torch's own checkpoint does not let it."""
 

@@ -6,10 +6,16 @@ themselves out of the copied tables when the memo of that deepcopy dies, that is
 [Note: hooks forbidden] ``torch.func`` transforms and ``disable_saved_tensors_hooks`` forbid saved-tensor hooks.
 Autograd then keeps the parameters themselves, and nothing pages them in later. So an alias of their storage is kept,
 which makes the memory the user's (see [Note: handed-out tensors]), until the next outermost forward with hooks allowed.
+
+[Note: fused evaluation] In evaluation ``nn.TransformerEncoderLayer`` computes by one fused kernel, with other bits,
+unless it finds a hook in itself or a parameter of a class that overrides functions. So while it evaluates our hooks are
+not counted (``_Uncounted``), and its unit is there in full with plain parameters: on the CPU autocast does not change
+its mind.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -28,7 +34,7 @@ from lightning_tieroffload.engine.compute_trace import ComputeTrace
 from lightning_tieroffload.engine.device_space import DeviceSpace, outside_transforms
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.order import Phase
-from lightning_tieroffload.engine.params import ParamSlot
+from lightning_tieroffload.engine.params import AutocastParameter, ComputeParameter, ParamSlot
 from lightning_tieroffload.engine.planner import Planner
 from lightning_tieroffload.engine.profiler import Profiler, largest_numel
 from lightning_tieroffload.engine.recompute import Recompute, Region
@@ -37,15 +43,17 @@ from lightning_tieroffload.engine.unit_state import Part, UnitState
 from lightning_tieroffload.engine.wire import wire_dtype
 from lightning_tieroffload.planning.cost_model import ActivationChoice
 
-__all__ = ["ModuleHooks"]
+__all__ = ["FUSING", "ModuleHooks"]
 
 _log = logging.getLogger(__name__)
+
+FUSING = (nn.TransformerEncoderLayer,)  # see [Note: fused evaluation]
 
 _MEMO_KEY = "lightning_tieroffload.inert_hooks"
 
 
 class _Frame:
-    __slots__ = ("error", "has_pushed", "is_profiled", "module", "opened", "region", "window")
+    __slots__ = ("error", "has_pushed", "is_profiled", "may_fuse", "module", "opened", "region", "window", "worn")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -53,6 +61,8 @@ class _Frame:
         self.has_pushed = False
         self.region: Region | None = None
         self.is_profiled = False
+        self.may_fuse = False  # see [Note: fused evaluation]
+        self.worn: list[tuple[ParamSlot, type]] = []  # the classes of parameters that are plain for it meanwhile
         self.window: tuple[str, Any] | None = None  # in the timeline: the unit and when its forward began
         self.error = sys.exc_info()[1]  # that is being handled already
 
@@ -124,6 +134,46 @@ class _Hook:
         return functools.partial, (sys.audit, "lightning_tieroffload.inert_hook")
 
 
+class _Uncounted(collections.OrderedDict[int, Any]):
+    """A hook table in which the engine's own hooks are not counted, though they are called."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, table: Any) -> None:
+        super().__init__(table)
+        self.table = table
+
+    def __len__(self) -> int:
+        return sum(not isinstance(hook, _Hook) for hook in self.values())
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _uncount(module: nn.Module) -> None:
+    """Hide our hooks in a module's tables from who counts them; a second time in a row does nothing."""
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        table = vars(module)[name]
+        if table and not isinstance(table, _Uncounted):
+            vars(module)[name] = _Uncounted(table)
+
+
+def _count_again(module: nn.Module) -> None:
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        table = vars(module)[name]
+        if isinstance(table, _Uncounted):
+            table.table.clear()
+            table.table.update(table)  # with what came and went meanwhile
+            vars(module)[name] = table.table
+
+
+def _may_fuse(module: nn.Module) -> bool:
+    """Whether the module may compute by a kernel of its own, past its children; torch has more conditions."""
+    if not isinstance(module, FUSING) or module.training or torch.is_autocast_enabled():
+        return False
+    return not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters())
+
+
 class ModuleHooks:
     """The windows of one engine's modules, and the brackets around their ``state_dict``."""
 
@@ -152,6 +202,7 @@ class ModuleHooks:
         self._local = threading.local()
         self._handles: list[RemovableHandle] = []
         self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._num_fusing: dict[nn.Module, int] = {}  # calls of modules that may fuse, under way
 
     # --------------------------------------------------------------------------------------------------- windows
     def _frames(self) -> list[_Frame]:
@@ -288,7 +339,8 @@ class ModuleHooks:
             self._gradients.settle_all()  # a forward inside backward needs the room that gradients still take
         else:
             phase = Phase.FORWARD if has_grad else Phase.EVAL
-        dtype = wire_dtype(self._space.device)
+        frame.may_fuse = not torch.compiler.is_compiling() and _may_fuse(frame.module)
+        dtype = None if any(each.may_fuse for each in frames) else wire_dtype(self._space.device)
         may_hook = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         with outside_transforms():
             if may_hook and len(frames) == 1:
@@ -298,6 +350,33 @@ class ModuleHooks:
                 if has_grad and not may_hook:
                     kept = self._local.__dict__.setdefault("kept_for_autograd", [])
                     kept += [part.flat.detach() for _, parts in frame.opened[-1:] for part in parts]
+        if frame.may_fuse:
+            self._let_fuse(frame)
+
+    def _let_fuse(self, frame: _Frame) -> None:
+        """See [Note: fused evaluation]."""
+        with self._space.lock:
+            self._num_fusing[frame.module] = self._num_fusing.get(frame.module, 0) + 1
+            for each in frame.module.modules():
+                _uncount(each)
+            for unit, _ in frame.opened:
+                for slot in unit.slots:
+                    if type(slot.param) is AutocastParameter:
+                        frame.worn.append((slot, AutocastParameter))
+                        slot.param.__class__ = ComputeParameter  # type: ignore[assignment]
+
+    def _end_fusing(self, frame: _Frame) -> None:
+        with self._space.lock:
+            for slot, worn in frame.worn:
+                if type(slot.param) is ComputeParameter:
+                    slot.param.__class__ = worn
+            frame.worn.clear()
+            num_left = self._num_fusing.pop(frame.module, 1) - 1
+            if num_left > 0:
+                self._num_fusing[frame.module] = num_left
+                return
+            for each in frame.module.modules():
+                _count_again(each)
 
     def leave(self, module: nn.Module, units: Sequence[UnitState], _: Any = None, result: Any = None) -> None:
         frames = self._frames()
@@ -315,6 +394,8 @@ class ModuleHooks:
             self._close(frame, is_whole=result is not None)  # there is no result after an exception
 
     def _close(self, frame: _Frame, *, is_whole: bool = False) -> None:
+        if frame.may_fuse:
+            self._end_fusing(frame)
         if frame.has_pushed:
             pop_hooks()
         if frame.region is not None:

@@ -34,7 +34,7 @@ from lightning_tieroffload.engine.device_updates import assign_device_units, cho
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.host_memory import give_back_released_memory
 from lightning_tieroffload.engine.host_space import PAGES_LANE, HostNeed, assign_homes, least_room_nbytes
-from lightning_tieroffload.engine.module_hooks import ModuleHooks
+from lightning_tieroffload.engine.module_hooks import FUSING, ModuleHooks
 from lightning_tieroffload.engine.optimizer import Updates, num_moments, state_nbytes
 from lightning_tieroffload.engine.params import (
     ParamSlot,
@@ -689,6 +689,13 @@ class OffloadEngine:
             for unit, spec in zip(self.units, self._specs, strict=True):
                 if not unit.is_compiled and spec.root is first:
                     needs.setdefault(id(module), (module, []))[1].append(unit)
+        for unit, spec in zip(self.units, self._specs, strict=True):
+            held = {id(p) for _, p in spec.params}
+            for module in spec.root.modules() if spec.root is not None and not unit.is_compiled else ():
+                if isinstance(module, FUSING) and all(id(p) in held for p in module.parameters()):
+                    entry = needs.setdefault(id(module), (module, []))[1]
+                    if unit not in entry:
+                        entry.append(unit)
         if self.config.activations == "offload":  # also what the model's own checkpoints save between its units
             needs.setdefault(id(model), (model, []))
         for key, (module, units) in needs.items():

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -215,6 +216,33 @@ def _outside_names(modules: Iterable[nn.Module]) -> list[Callable[[], Any]]:
     return readers
 
 
+# They compute by other ways, with other bits, beneath any dispatch mode: autocast does not reach what they are made of.
+_SHY = frozenset(
+    {
+        torch.bilinear, torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse, torch.linalg.svdvals,
+        torch.linalg.eigvalsh, torch.linalg.cond, torch.linalg.norm, torch.linalg.matrix_norm, torch.norm,
+        torch.Tensor.norm, torch.linalg.lstsq,
+    }
+)  # fmt: skip
+
+
+class _Aside(TorchFunctionMode):
+    """Calls of functions that heed a dispatch mode are made without the watch, which is told what they made."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _SHY:
+            return func(*args, **kwargs)
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **kwargs)
+        self._watch.note_made(result, may_write="out" in kwargs)
+        return result
+
+
 class Watch(TorchDispatchMode):
     """Sees every operation of one forward. ``why`` says what makes a second run visible."""
 
@@ -224,6 +252,20 @@ class Watch(TorchDispatchMode):
         self.num_paused = 0  # while the engine itself moves something
         self._may_write = may_write  # storages: batch statistics
         self._made: set[int] = set()  # storages that this forward has made
+        self._aside = _Aside(self)
+
+    def begin(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._aside.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        self._aside.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def note_made(self, result: Any, *, may_write: bool) -> None:
+        if may_write:
+            self.why = "a function in it writes to a tensor that it is given"
+        self._made.update(_storage(leaf) for leaf in tensors_in(result))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -442,7 +484,7 @@ class Region:
         assert pair is not None
         self._pack, self._unpack = pair
         if self.watch is not None:
-            self.watch.__enter__()  # type: ignore[no-untyped-call]
+            self.watch.begin()
 
     def count(self, tensor: torch.Tensor) -> None:
         """A parameter is saved, which is the engine's: torch's checkpoint only has to count it."""
@@ -494,7 +536,7 @@ class Region:
         """Forward is over; the caller has taken its own hooks off. Drops what was saved if all was clean."""
         watch, self.watch = self.watch, None
         if watch is not None:
-            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            watch.end()
         generator, self._generator = self._generator, None
         for _ in generator:
             pass
@@ -659,6 +701,8 @@ class Recompute:
                 return "a part of it is compiled"
             if getattr(module, "gradient_checkpointing", False) is True:
                 return "it checkpoints itself"
+            if isinstance(module, nn.MultiheadAttention) and not any(p.requires_grad for p in module.parameters()):
+                return "attention in it is frozen"  # and may ask for function modes to choose how it computes
             for table in _HOOK_TABLES:
                 if not all(self.is_own_hook(hook) for hook in getattr(module, table).values()):
                     return "it has hooks of others"

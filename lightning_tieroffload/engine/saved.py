@@ -10,11 +10,13 @@ so both kinds compare versions here.
 forward runs again. A parameter must therefore come to the same hooks both times, whatever windows are open; so ours are
 pushed over a checkpoint's as soon as it pushes its own (torch_patches). The checkpoint still counts each saved
 parameter, as a stand-in of one element: where it stops running forward again, and when it begins, is as in the plain
-run.
+run. What forward saved as another tensor (autocast's cast of a weight) may be such a stand-in when forward runs again;
+whoever gets one from a checkpoint makes what it stands for. A checkpoint that began without us stays without us.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,10 +91,15 @@ class _Outer:
         self.unpack = unpack
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+_MAKES = "_tieroffload_makes"  # on a stand-in: what it stands for, made
+
+
+def _stand_in(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """What a checkpoint counts in place of a parameter: as large as that for who asks, and one element of memory."""
     with torch._C._InferenceMode(False), torch._C._DisableTorchDispatch():
-        return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        result = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    setattr(result, _MAKES, make)
+    return result
 
 
 def _version(p: torch.Tensor) -> int:
@@ -140,9 +147,11 @@ class SavedHooks:
             part = None  # sparse, opaque or wrapper tensors have no storage of their own
         if part is not None:
             offset = tensor.storage_offset() * tensor.itemsize // part.dtype.itemsize
-            view = _SavedView(part, part.slot_at(offset), tensor)
+            slot = part.slot_at(offset)
+            view = _SavedView(part, slot, tensor)
             if self._count is not None:
-                counted = self._count(_stand_in(tensor))
+                make = functools.partial(self.unpack, _SavedView(part, slot, tensor))
+                counted = self._count(_stand_in(tensor, make))
                 if self.is_over_checkpoint:
                     view.counted = _Outer(counted, self._outer[1])  # type: ignore[index]
             return view
@@ -169,7 +178,10 @@ class SavedHooks:
         if type(packed) is Offloaded and self._activations is not None:
             return self._activations.unpack(packed)
         if type(packed) is _Outer:
-            return packed.unpack(packed.packed)
+            tensor = packed.unpack(packed.packed)
+            # Autocast's own cast in forward, one of ours when it ran again: the same numbers.
+            make: Callable[[], torch.Tensor] | None = getattr(tensor, _MAKES, None)
+            return tensor if make is None else make()
         _check_version("a saved tensor", packed.tensor, packed.version, packed.tensor._version)
         return packed.tensor  # type: ignore[no-any-return]
 

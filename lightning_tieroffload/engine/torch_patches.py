@@ -287,10 +287,26 @@ def when_checkpoint_saves(call: Callable[[], bool]) -> None:
     _add(_on_checkpoint, call)
 
 
+def _wrap_hooks_of_frame(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, frame: Any, *args: Any) -> None:
+        original(self, frame, *args)
+        self._tieroffload_frame = frame
+
+    return __init__
+
+
 def _wrap_enter_hooks(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __enter__(self: Any) -> None:
         original(self)
+        frame = self.__dict__.pop("_tieroffload_frame", None)
+        if isinstance(frame, weakref.ref):  # forward runs again: as it ran
+            frame = frame()
+            if not hasattr(frame, "_tieroffload_counts"):
+                return
+        elif frame is not None:
+            frame._tieroffload_counts = True
         self._tieroffload_num_over = 0
         for ref in list(_on_checkpoint):
             call = ref()
@@ -427,6 +443,7 @@ def _targets() -> Iterable[tuple[Any, str, Callable[[Callable[..., Any]], Callab
     yield torch.compiler, "_compile_session_context", _wrap_compile_session
     for name in ("_checkpoint_hook", "_recomputation_hook"):
         hooks = getattr(torch_checkpoint, name, None)
+        yield hooks, "__init__", _wrap_hooks_of_frame
         yield hooks, "__enter__", _wrap_enter_hooks
         yield hooks, "__exit__", _wrap_exit_hooks
     yield nn.Parameter, "__new__", _wrap_new_parameter
