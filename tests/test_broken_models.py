@@ -6,13 +6,19 @@ import copy
 import warnings
 from typing import Any
 
+import accelerate
+import lightning
 import pytest
 import torch
 from exactness import FULL, check
 from fakes import batches
 from torch import nn
 
+import _tieroffload_hooks
+from lightning_tieroffload import TierOffloadStrategy, offload
 from lightning_tieroffload.engine.units import find_units
+from lightning_tieroffload.errors import UnsupportedError
+from lightning_tieroffload.strategies import accelerate_plugin
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch.jit")
 
@@ -115,3 +121,41 @@ def test_a_default_device_is_for_the_users_tensors_alone() -> None:
             look(loss=loss, norm=norm, grads=grads, state=state, copied=copied)
 
     check(build, loop, FULL)
+
+
+@pytest.mark.parametrize("face", ["plain", "lightning", "fabric", "accelerate"])
+def test_modules_without_a_size_are_refused_by_every_face(face: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lazy modules have nothing to plan for; once a batch has run through them they are modules like others."""
+    model = nn.Sequential(nn.Linear(24, 24), nn.LazyBatchNorm1d(), nn.LazyLinear(3))
+    with pytest.raises(UnsupportedError, match=r"6 parameters and buffers .* no size yet .*1\.weight .*Run one batch"):
+        hand_over(face, model, monkeypatch)
+    model(torch.randn(4, 24))
+    hand_over(face, model, monkeypatch)
+
+
+def hand_over(face: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    if face == "plain":
+        offload(model)
+        return
+    if face == "accelerate":
+        monkeypatch.setenv(_tieroffload_hooks.ENABLED_KEY, "1")
+        monkeypatch.setenv(_tieroffload_hooks.CONFIG_KEY, "{}")
+        accelerate_plugin.hook_accelerator(accelerate.accelerator)
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.Accelerator(cpu=True).prepare(model)
+        return
+    options: Any = {"strategy": TierOffloadStrategy(), "accelerator": "cpu", "devices": 1}
+    if face == "fabric":
+        lightning.Fabric(**options).setup(model)
+        return
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.net(batch)  # type: ignore[no-any-return]
+
+    silent: Any = {"logger": False, "enable_progress_bar": False}
+    lightning.Trainer(**options, **silent).predict(Module(), torch.utils.data.DataLoader(torch.randn(4, 24)))

@@ -534,6 +534,7 @@ class OffloadEngine:
             InfeasiblePlanError: a budget cannot work; it names the unit, the numbers and the least budget that would.
             UnsupportedError: the whole model was compiled, or its parameters are spread over several devices.
         """
+        _refuse_lazy(model)
         existing = {slot.owner: None for p in model.parameters() if (slot := managed_slot(p)) is not None}
         unmanaged = [p for p in model.parameters() if managed_slot(p) is None and p.numel() > 0]
         for engine in existing:
@@ -1374,6 +1375,17 @@ def _compute_device(device: torch.device | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"Offloading from {device.type} devices is not supported; use a CUDA device or the CPU.")
     return device
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in named if nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise UnsupportedError(
+            f"{len(lazy)} parameters and buffers of {type(model).__name__} have no size yet (lazy modules, the first "
+            f"is {lazy[0]}), so nothing can be planned for them. Run one batch through the model before handing it over "
+            "(Lightning: in configure_model), or give the modules their sizes."
+        )
 
 
 def _refuse_spread(model: nn.Module, device: torch.device) -> None:

@@ -105,7 +105,8 @@ def fits_beside(module: torch.nn.Module, device: torch.device) -> bool:
     """Whether moving the whole module to `device` now leaves the engine's room alone. True on a CPU."""
     if device.type != "cuda":
         return True
-    nbytes = sum(t.numel() * t.element_size() for t in module.state_dict(keep_vars=True).values() if t is not None)
+    tensors = module.state_dict(keep_vars=True).values()
+    nbytes = sum(t.numel() * t.element_size() for t in tensors if t is not None and not torch.nn.parameter.is_lazy(t))
     free_nbytes, _ = torch.cuda.mem_get_info(device)
     return bool(nbytes <= _SMALL_FRAC * free_nbytes)
 
