@@ -1383,8 +1383,8 @@ def _refuse_lazy(model: nn.Module) -> None:
     if lazy:
         raise UnsupportedError(
             f"{len(lazy)} parameters and buffers of {type(model).__name__} have no size yet (lazy modules, the first "
-            f"is {lazy[0]}), so nothing can be planned for them. Run one batch through the model before handing it over "
-            "(Lightning: in configure_model), or give the modules their sizes."
+            f"is {lazy[0]}), so nothing can be planned for them. Run one batch through the model before handing it "
+            "over (Lightning: in configure_model), or give the modules their sizes."
         )
 
 
