@@ -65,6 +65,8 @@ class Gradients:
         self._open: list[UnitState] = []  # units with born gradients
         self.norm_types: set[float] = set()
         self.on_end: Callable[[], None] | None = None  # called when a backward has ended
+        # Asked before a gradient that may come in 16 bits is put into DRAM in full width; may refuse it.
+        self.admit_wide: Callable[[ParamSlot], None] | None = None
         self.charged_nbytes = 0  # of gradients in autograd's field
         # Gradients kept on the device, and what each is charged; a dropped model's go with it.
         self._kept: weakref.WeakKeyDictionary[ParamSlot, int] = weakref.WeakKeyDictionary()
@@ -210,6 +212,7 @@ class Gradients:
                 self.host_value(slot)  # multiplied before the accumulation went on
             record.ticket.wait()
             before = self.raw_host(slot)
+            self._admit(slot, None)
             if record.is_wire:
                 unit.has_accumulated = True
             record.is_wire = False  # a sum of 16-bit gradients does not fit 16 bits
@@ -223,6 +226,7 @@ class Gradients:
             self._space.host.note_use(unit.grad_block, record.ticket)
             return grad.nbytes + before.nbytes
         sent = grad if wire_dtype is None or grad.device.type == "cpu" else grad.to(wire_dtype)
+        self._admit(slot, wire_dtype)
         host = unit.host_grad(slot, wire_dtype)
         record.ticket.wait()  # a gradient that was cleared before it was used may still be on its way to the block
         record.ticket = self._space.download([(host, sent)], _label(slot))
@@ -235,6 +239,10 @@ class Gradients:
         if (grad.device.type != "cpu" and record.ticket is not LANDED) or unit.grad_block.is_paged:
             self._note_norms(record, grad)
         return sent.nbytes
+
+    def _admit(self, slot: ParamSlot, wire_dtype: torch.dtype | None) -> None:
+        if self.admit_wide is not None and wire_dtype is None and slot.castable:
+            self.admit_wide(slot)
 
     def _note_norms(self, record: GradRecord, grad: torch.Tensor) -> None:
         record.norms_ticket = LANDED

@@ -53,6 +53,7 @@ from lightning_tieroffload.engine.unit_state import CAUTIOUS, GradPlace, UnitSta
 from lightning_tieroffload.engine.units import UnitSpec, find_units
 from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.errors import (
+    CapacityError,
     ConfigError,
     InfeasiblePlanError,
     TierOffloadError,
@@ -122,6 +123,8 @@ class _Core:
         # Of it, what may lie on flash.
         self.state_nbytes_of: weakref.WeakKeyDictionary[UnitState, int] = weakref.WeakKeyDictionary()
         self.fixed_state_nbytes = 0  # and what may not
+        self.may_expect_narrow_grads = _runs_under_autocast(device)
+        self.are_grads_narrow = False
         self.whole_units: weakref.WeakSet[UnitState] = weakref.WeakSet()  # that an optimizer steps over all at once
         # Whose state is counted, by optimizer.
         self.known_states: weakref.WeakKeyDictionary[Optimizer, set[ParamSlot]] = weakref.WeakKeyDictionary()
@@ -317,13 +320,37 @@ class _Core:
     def num_open(self) -> int:
         return sum(1 for ref in self.engines if ref() is not None)
 
+    def running_dram_nbytes(self) -> int:
+        """Host bytes of homes and gradients once every gradient has been down."""
+        are_narrow = self.are_grads_narrow
+        return sum(unit.running_dram_nbytes(are_grads_narrow=are_narrow) for unit in self.space.units)
+
+    def expect_narrow_grads(self) -> None:
+        """The budget holds gradients in 16 bits alone: a wider one is refused where it has no room."""
+        self.are_grads_narrow = True
+        self.gradients.admit_wide = self._admit_wide_grad
+
+    def _admit_wide_grad(self, slot: ParamSlot) -> None:
+        more_nbytes = slot.unit.more_for_wide_grad_nbytes(slot)
+        left_nbytes = self._dram_headroom_nbytes()
+        if more_nbytes > max(left_nbytes, 0):
+            budget_nbytes = self.space.ledger[Tier.DRAM].budget_nbytes
+            raise CapacityError(
+                f"dram_budget is {format_nbytes(budget_nbytes)}, which holds the gradients in 16 bits alone, but those "
+                f"of unit {slot.unit.name} came in full width: sums over several micro-batches, no autocast, or "
+                f"numbers that 16 bits do not hold. They need {format_nbytes(more_nbytes)} more, and "
+                f"{format_nbytes(max(left_nbytes, 0))} is left. Raise dram_budget by 2 bytes a parameter, or name a "
+                f"directory on flash in nvme_paths."
+            )
+
     def _dram_headroom_nbytes(self) -> int:
         """What activations may still map: the budget less what homes, gradients and optimizer state hold or will."""
         if self.store is not None:
             return self.activation_nbytes - self.activations.mapped_nbytes()
         engine = next((e for ref in self.engines if (e := ref()) is not None), None)
-        state_nbytes = max(self.state_estimate_nbytes, engine._state_nbytes() if engine is not None else 0)
-        held_nbytes = sum(unit.running_dram_nbytes() for unit in self.space.units) + state_nbytes
+        made_nbytes = sum(unit.state_dram_nbytes() for unit in self.space.units)
+        made_nbytes += engine._state_nbytes() if engine is not None else 0
+        held_nbytes = self.running_dram_nbytes() + max(self.state_estimate_nbytes, made_nbytes)
         held_nbytes += self.activations.mapped_nbytes()
         return self.space.ledger[Tier.DRAM].budget_nbytes - held_nbytes
 
@@ -743,13 +770,26 @@ class OffloadEngine:
 
     def _check_dram(self, more_nbytes: int, what: str) -> None:
         account = self.space.ledger[Tier.DRAM]
-        running_nbytes = sum(unit.running_dram_nbytes() for unit in self.space.units)
-        need_nbytes = running_nbytes + self._state_nbytes() + more_nbytes
+        core, units = self.core, self.space.units
+        more_nbytes += sum(unit.state_dram_nbytes() for unit in units) + self._state_nbytes()
+        need_nbytes = core.running_dram_nbytes() + more_nbytes
         if need_nbytes > account.budget_nbytes:
+            narrow_nbytes = sum(unit.running_dram_nbytes(are_grads_narrow=True) for unit in units) + more_nbytes
+            may_be_narrow = core.may_expect_narrow_grads and narrow_nbytes < need_nbytes
+            if may_be_narrow and narrow_nbytes <= account.budget_nbytes:
+                core.expect_narrow_grads()
+                _log.warning(
+                    "dram_budget (%s) holds this job while its gradients come in 16 bits, as they do under autocast "
+                    "without gradient accumulation: %s. Otherwise it needs %s.",
+                    format_nbytes(account.budget_nbytes), format_nbytes(narrow_nbytes), format_nbytes(need_nbytes),
+                )  # fmt: skip
+                return
+            under_autocast = f" ({narrow_nbytes} under autocast without accumulation)" if may_be_narrow else ""
             raise InfeasiblePlanError(
                 f"dram_budget is {self._budget(Tier.DRAM)}, but {what} "
                 f"would take what must be in DRAM to {format_nbytes(need_nbytes)}. The smallest dram_budget that works "
-                f"is {need_nbytes} bytes; or name a directory on flash in nvme_paths for what does not fit.",
+                f"is {need_nbytes} bytes{under_autocast}; or name a directory on flash in nvme_paths for what does not "
+                f"fit.",
                 tier="dram",
                 least_budget_nbytes=need_nbytes,
             )
@@ -1265,6 +1305,11 @@ def spec_nbytes(spec: UnitSpec, device: torch.device) -> int:
     return UnitState.laid_out_nbytes(
         [(name, p) for name, p in spec.params if managed_slot(p) is None], _castable(spec), device
     )
+
+
+def _runs_under_autocast(device: torch.device) -> bool:
+    """What jobs on such a device do as a rule. What they need for gradients is half then."""
+    return device.type != "cpu"
 
 
 def _dram_nbytes(spec: UnitSpec, device: torch.device) -> int:

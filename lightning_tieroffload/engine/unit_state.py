@@ -25,7 +25,7 @@ import enum
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -784,11 +784,28 @@ class UnitState:
     def has_host_grads(self) -> bool:
         return any(record.place is GradPlace.HOST for record in self.grads)
 
-    def running_dram_nbytes(self) -> int:
-        """Host bytes of homes and gradients once every gradient has been down."""
-        mapped_nbytes = sum(round_up(grad.nbytes, _GRAIN_NBYTES) for (_, dtype), grad in self._host_grads.items())
-        grads_nbytes = sum(round_up(s.nbytes, _GRAIN_NBYTES) for s in self.slots if s.param.requires_grad)
-        return self.dram_nbytes() - mapped_nbytes + max(grads_nbytes, mapped_nbytes)
+    def running_dram_nbytes(self, *, are_grads_narrow: bool = False) -> int:
+        """Host bytes of homes and gradients, state apart, once every gradient has been down.
+
+        ``are_grads_narrow``: those that may come in 16 bits are taken to come so.
+        """
+        mapped_nbytes = sum(grad.nbytes for grad in self._host_grads.values())
+        held_nbytes = self.dram_nbytes() - self.state_dram_nbytes() - mapped_nbytes
+        if are_grads_narrow and self.low is None:  # weights will be split masters, which have a bit more each
+            castable = [slot for slot in self.slots if slot.castable]
+            held_nbytes += sum(
+                round_up(num_tie_bytes(slot.numel), _GRAIN_NBYTES) + 2 * _GRAIN_NBYTES for slot in castable
+            )
+        return held_nbytes + sum(self._grads_nbytes(are_grads_narrow))
+
+    def _grads_nbytes(self, are_grads_narrow: bool) -> Iterator[int]:
+        mapped: dict[int, int] = {}
+        for (index, _), grad in self._host_grads.items():
+            mapped[index] = mapped.get(index, 0) + grad.nbytes
+        for slot in self.slots:
+            itemsize = 2 if are_grads_narrow and slot.castable else slot.dtype.itemsize
+            wanted_nbytes = round_up(slot.numel * itemsize, _GRAIN_NBYTES) if slot.param.requires_grad else 0
+            yield max(wanted_nbytes, mapped.get(slot.index, 0))
 
     @staticmethod
     def laid_out_nbytes(params: list[tuple[str, nn.Parameter]], castable: frozenset[str], device: torch.device) -> int:
@@ -919,11 +936,7 @@ class UnitState:
         grad = self._host_grads.get((slot.index, dtype))
         if grad is None:
             # One mapping for all gradients of the kind: page-rounding and page-locking are per mapping.
-            missing = [
-                s for s in self.slots
-                if (s.index, dtype) not in self._host_grads and s.dtype == slot.dtype
-                and (s is slot or (s.param.requires_grad and s.castable == slot.castable))
-            ]  # fmt: skip
+            missing = self._missing_grads(slot, dtype)
             arena = self.new_arena(
                 sum(round_up(s.numel * dtype.itemsize, _GRAIN_NBYTES) for s in missing),
                 f"gradients of {self.name}",
@@ -935,6 +948,22 @@ class UnitState:
                 self._grad_arenas[s.index, dtype] = arena
             grad = self._host_grads[slot.index, dtype]
         return grad
+
+    def _missing_grads(self, slot: ParamSlot, dtype: torch.dtype) -> list[ParamSlot]:
+        return [
+            s for s in self.slots
+            if (s.index, dtype) not in self._host_grads and s.dtype == slot.dtype
+            and (s is slot or (s.param.requires_grad and s.castable == slot.castable))
+        ]  # fmt: skip
+
+    def more_for_wide_grad_nbytes(self, slot: ParamSlot) -> int:
+        """What ``running_dram_nbytes`` grows by when the slot's gradient, expected in 16 bits, comes in full width."""
+        if (slot.index, slot.dtype) in self._host_grads:
+            return 0
+        missing = self._missing_grads(slot, slot.dtype)
+        wide_nbytes = sum(round_up(s.numel * s.dtype.itemsize, _GRAIN_NBYTES) for s in missing)
+        unmapped_nbytes = sum(self._grads_nbytes(True)) - sum(grad.nbytes for grad in self._host_grads.values())
+        return wide_nbytes - unmapped_nbytes
 
     def _narrow_view(self, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         """Where sums come in full width, the 16-bit gradient of a first micro-batch stands at their block's beginning.
@@ -975,6 +1004,11 @@ class UnitState:
             else:
                 total_nbytes += sum(segment.arena.used_nbytes for segment in block.segments)
         return total_nbytes
+
+    def state_dram_nbytes(self) -> int:
+        """Of ``dram_nbytes`` what is optimizer state."""
+        block = self.state_block
+        return block.charged_nbytes if block.is_paged else sum(s.arena.used_nbytes for s in block.segments)
 
     def close(self) -> None:
         """Give the host memory back once nothing refers to it."""
