@@ -16,6 +16,7 @@ from striking import Strike
 from torch import nn
 
 import lightning_tieroffload as tieroffload
+from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.memory.arena import PinnedArena
 
@@ -82,6 +83,10 @@ def _strike(at: int, plain: tuple[list[dict[str, Any]], dict[str, Any]], **setti
     model.load_state_dict(boundaries[0])
     optimizer.load_state_dict(fresh)
     _fit(model, optimizer)
+    space = engine.space
+    held_nbytes = sum(part.charged_nbytes for unit in space.units for part in unit.all_parts)
+    assert engine.gradients.charged_nbytes == 0
+    assert space.ledger[Tier.DEVICE].used_nbytes == held_nbytes
     account = engine.report()["tiers"]["device"]
     assert account["peak_nbytes"] <= account["budget_nbytes"]
     engine.close()

@@ -151,7 +151,7 @@ class ActivationStore:
             original = saved.original() if saved is not None else None
             # A storage address may be given out again; only a tensor that still lives proves that it is the same one.
             if saved is None or original is None or original.untyped_storage()._cdata != storage:
-                block = self._take(nbytes)
+                block = self._take(nbytes, must_fit=self._must_fit)
                 if block is None:
                     return None
                 saved = self._send(tensor, block, span, nbytes)
@@ -196,14 +196,19 @@ class ActivationStore:
         block.free()
         self.leased_nbytes -= nbytes
 
-    def _take(self, nbytes: int) -> Block | None:
+    def lend(self, nbytes: int) -> Block | None:
+        """DRAM for something else that waits for backward, until its ``free``. None where there is no room."""
+        with self._lock:
+            return self._take(nbytes, must_fit=False)
+
+    def _take(self, nbytes: int, *, must_fit: bool) -> Block | None:
         wanted = round_up(nbytes, 64)
         for arena in self._arenas:
             if arena.largest_free_nbytes >= wanted:
                 return arena.take(nbytes)
         left_nbytes = self._headroom_nbytes() if self._headroom_nbytes is not None else wanted
         if left_nbytes < wanted:
-            if not self._must_fit:
+            if not must_fit:
                 return None
             raise CapacityError(
                 f"an activation of {format_nbytes(nbytes)} does not fit into dram_budget: {format_nbytes(left_nbytes)} "

@@ -43,6 +43,7 @@ from lightning_tieroffload.engine.unit_state import (
     WireState,
 )
 from lightning_tieroffload.errors import CapacityError, TierOffloadError
+from lightning_tieroffload.memory.arena import Block
 from lightning_tieroffload.residency import Ledger, ResidencyTable
 from lightning_tieroffload.sizes import format_nbytes
 from lightning_tieroffload.trace import TraceRecorder
@@ -109,7 +110,9 @@ class DeviceSpace:
         self.kept_nbytes = 0  # of device_budget, for activations that a plan keeps: room that fetches leave if they can
         self.moved_nbytes = {"h2d": 0, "d2h": 0, "read": 0, "write": 0}
         self.stall_s = {"h2d": 0.0, "d2h": 0.0, "read": 0.0, "write": 0.0, "update": 0.0}
-        self.on_written: Callable[[list[ParamSlot]], None] = lambda slots: None  # weights of which casts are alive
+        # Told of weights that were or will be written, of units of which casts are alive, and if the home has the old.
+        self.on_written: Callable[[Sequence[ParamSlot], bool], None] = lambda slots, is_there: None
+        self.lend_host: Callable[[int], Block | None] = lambda nbytes: None  # DRAM for old weights; None: there is none
         self.is_worker: Callable[[], bool] = lambda: False  # whether the calling thread is one of the engine's own
         self.on_saved: Callable[[torch.Tensor], None] | None = None  # told of each saved tensor that is no parameter
         self.num_prefetch_misses = 0
@@ -290,15 +293,16 @@ class DeviceSpace:
             return  # nobody but our own kernels writes to the others
         with torch._C.DisableTorchFunctionSubclass():
             versions = [slot.param._version for slot in part.slots]
-        written = versions != part.versions
-        if written and part.unit.has_casts:
-            changed = zip(part.slots, versions, part.versions, strict=False)
-            self.on_written([slot for slot, now, then in changed if now != then])
+        changed = [s for s, now, then in zip(part.slots, versions, part.versions, strict=True) if now != then]
+        written = bool(changed)
         if part.is_handed_out:
             # What is done through an alias shows nowhere, so as long as one lives the part counts as written.
-            written = True
+            written, changed = True, part.slots
             part.is_handed_out = part.num_aliases() > 0
         if written:
+            if part.castable:  # of all: by the next write to another of them the home may be old
+                is_there = self.table.is_valid(part.shard, Tier.DRAM)
+                self._keep_old(part.unit, part.slots if is_there else changed, is_there=is_there)
             part.versions = versions
             if self.table.is_valid(part.shard, Tier.DEVICE):
                 self.table.wrote(part.shard, Tier.DEVICE)
@@ -441,6 +445,68 @@ class DeviceSpace:
                     part.home_read.wait()
                     self._drop_stale(part)
 
+    def keep_old(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
+        """The home of these weights is about to be written: casts that are alive keep their bits, and so do graphs.
+
+        See [Note: old casts].
+        """
+        with self.lock:
+            self.unfold(unit)
+            if unit.wire is not None and (unit.wire.saved or unit.has_casts):
+                self.settle_home(unit)  # what user code wrote before comes first
+                # A part is born with its storage on the device, which it gives back at once.
+                self.make_room(unit.wire.nbytes, keep=None, what="old weights", must=False)
+                self._keep_old(unit, slots, is_there=True)
+
+    @staticmethod
+    def unfold(unit: UnitState) -> None:
+        """The unit's weights may be written from now on: calls that will run again for backward do so now."""
+        for region in list(unit.folded):
+            region.unfold()
+
+    def _keep_old(self, unit: UnitState, slots: Sequence[ParamSlot], *, is_there: bool) -> None:
+        """``is_there``: the home still holds the weights that were written to."""
+        wire = unit.wire
+        if wire is None:
+            return
+        if unit.has_casts:
+            self.on_written(slots, is_there)
+        if not wire.saved or not is_there:
+            return
+        full = unit.castable_part
+        version_of = dict(zip(full.slots, full.versions, strict=True))
+        views = [v for v in list(wire.saved) if v.slot in slots and v.version == version_of[v.slot]]
+        wanted = {view.slot for view in views}
+        if not wanted:
+            return
+        with outside_transforms(), torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
+            old = unit.make_old([slot for slot in wire.slots if slot in wanted], self.lend_host)
+            if old is None:
+                for view in views:  # backward says so, if it comes
+                    view.note_lost(sum(slot.numel for slot in wanted) * wire.dtype.itemsize)
+                return
+            self._settle_wire(unit)
+            unit.fill_old(old)
+        self._add_part(old)
+        for view in views:
+            view.move_to(old)
+            wire.saved.discard(view)
+
+    def _settle_wire(self, unit: UnitState) -> None:
+        """The home, which holds what the wire part is made from, can be read by the host now."""
+        self.wait_home(unit)
+        self._settle_split(unit)
+        unit.castable_part.download.wait()
+        self.host.bring_in(unit.param_block)
+
+    def home_cast(self, slot: ParamSlot) -> torch.Tensor:
+        """What the wire part is made from, of one weight, on the device and in memory of its own."""
+        with self.lock, outside_transforms(), torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
+            self._settle_wire(slot.unit)
+            return slot.unit.wire_home(slot).to(self.device, slot.unit.wire.dtype, copy=True)  # type: ignore[no-any-return]
+
     def order_home_write(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
         """The home is written by the host (a load, an update): the device copies become stale.
 
@@ -511,6 +577,9 @@ class DeviceSpace:
         """
         with self.lock:
             self.wait_update(unit)
+            wire = unit.wire
+            if wire is not None and wire in parts and wire.num_aliases() > 0:
+                return False  # who holds a cast keeps its bits
             leased: list[Part] = []
             try:
                 for part in parts:
@@ -560,7 +629,10 @@ class DeviceSpace:
         with self.lock:
             for part in unit.parts:
                 is_stale = part.is_resident and not self.table.is_valid(part.shard, Tier.DEVICE)
-                if is_stale and (self._is_held(part) or not part.is_serving):
+                if is_stale and self._leave_old_cast(part):
+                    if part.num_leases > 0:
+                        self._ensure_part(part)
+                elif is_stale and (self._is_held(part) or not part.is_serving):
                     self._upload(part)
                     self._land(part)
 
@@ -617,6 +689,26 @@ class DeviceSpace:
         return True
 
     def _upload(self, part: Part) -> None:
+        if part.loan is None and self._cast_or_settle(part):
+            return
+        self.table.begin(part.shard, H2D)
+        try:
+            part.upload = self._streams.upload(part.upload_pairs(), f"fetch ({part.name})")
+            if part.loan is not None:
+                part.loan.ticket = part.upload
+            else:
+                self.host.note_use(part.home_block, part.upload)
+        except BaseException:
+            self.table.failed(part.shard, H2D)
+            raise
+        self.moved_nbytes["h2d"] += part.nbytes
+        if self.no_overlap:
+            part.upload.wait()
+        if part.upload is LANDED:  # copied at once: nobody will land it later
+            self.table.landed(part.shard, H2D)
+
+    def _cast_or_settle(self, part: Part) -> bool:
+        """Make the part on the device from another one there, else its home readable. Whether it was made."""
         unit = part.unit
         self.wait_home(unit)
         if part.form is Form.FULL and part.castable:
@@ -629,22 +721,11 @@ class DeviceSpace:
                     self._notice_writes(full)
                     self._write_back(full)
         if self._cast(part):
-            return
+            return True
         for each in unit.full_parts:
             each.download.wait()
         self.host.bring_in(part.home_block)
-        self.table.begin(part.shard, H2D)
-        try:
-            part.upload = self._streams.upload(part.upload_pairs(), f"fetch ({part.name})")
-            self.host.note_use(part.home_block, part.upload)
-        except BaseException:
-            self.table.failed(part.shard, H2D)
-            raise
-        self.moved_nbytes["h2d"] += part.nbytes
-        if self.no_overlap:
-            part.upload.wait()
-        if part.upload is LANDED:  # copied at once: nobody will land it later
-            self.table.landed(part.shard, H2D)
+        return False
 
     def _start_fetch(self, part: Part, *, is_users: bool = False) -> None:
         part.charged_nbytes = 0 if is_users else part.nbytes
@@ -667,6 +748,18 @@ class DeviceSpace:
                 self.settle_home(part.unit)
                 self.table.drop(part.shard, Tier.DEVICE)
                 self._release_storage(part, leave=True)
+
+    def _leave_old_cast(self, part: Part) -> bool:
+        """Whoever holds a tensor over a wire part has a cast, which plainly is a copy: it keeps the old bits.
+
+        So a stale part's storage is left to them. False where nobody holds it.
+        """
+        if part.form is not Form.WIRE or part.num_aliases() == 0:
+            return False
+        self._land(part)
+        self.table.drop(part.shard, Tier.DEVICE)
+        self._release_storage(part, leave=True)
+        return True
 
     def _release_storage(self, part: Part, *, leave: bool = False) -> None:
         for copy in part.serves:
@@ -751,7 +844,7 @@ class DeviceSpace:
         # Tensors that user code holds (p.data, views) keep their parts here, and so does one call of user code over the
         # parameters of several units: those bytes are the user's.
         for unit in self.units:
-            for part in unit.parts if unit.num_windows == 0 else ():
+            for part in unit.all_parts if unit.num_windows == 0 else ():
                 if account.headroom_nbytes >= nbytes:
                     return True
                 is_users = part in self._touched or (part.num_leases == 0 and part.num_aliases() > 0)
@@ -789,11 +882,14 @@ class DeviceSpace:
             self._land(part)
             if part.form is not Form.FULL and part.castable:
                 self._settle_full_of(part)
-            if not self.table.is_valid(part.shard, Tier.DEVICE):
+            if self.table.is_valid(part.shard, Tier.DEVICE):
+                return
+            if not self._leave_old_cast(part):
                 self._upload(part)
                 self._land(part)
-            return
-        self.wait_home(part.unit)
+                return
+        if part.loan is None:
+            self.wait_home(part.unit)
         # A unit may hand a parameter to another unit's forward: what user code reads by itself is fetched even
         # where compute's own leases fill the budget, and is the user's memory then. So is the other form of a unit
         # whose window is open: a backward inside its forward reads what an earlier window saved.
@@ -923,9 +1019,12 @@ class DeviceSpace:
                 for part in parts:
                     part.num_leases -= 1
                 raise
+            may_travel = unit.wire_state is not WireState.REFUSED or unit.has_casts
+            watch = wire_dtype is not None and may_travel and not unit.is_compiled
             if unit.wire is not None and unit.wire not in parts and torch.is_grad_enabled():
                 for slot in unit.wire.slots:
                     slot.is_mixed = True  # what is used in full in this window is not seen
+                    slot.was_mixed |= not watch
             self._count_window(unit, phase)
             if unit.num_windows == 1:
                 unit.open_parts = parts
@@ -936,8 +1035,6 @@ class DeviceSpace:
                     plain = nn.Parameter
                 elif self._has_several_threads:
                     plain = GuardedParameter
-                may_travel = unit.wire_state is not WireState.REFUSED or unit.has_casts
-                watch = wire_dtype is not None and may_travel and not unit.is_compiled
                 for slot in unit.slots:
                     slot.param.__class__ = AutocastParameter if watch and slot.castable else plain
             return parts
@@ -994,6 +1091,9 @@ class DeviceSpace:
                     for part in parts:
                         self._ensure_part(part)
                 result = call()
+                for part in parts:
+                    if part.num_aliases() > 0:
+                        self.unfold(part.unit)
             finally:
                 self._touched = before
                 for part in parts:

@@ -131,18 +131,19 @@ class Gradients:
                 self._settle_unit(unit)  # tight: what was born before goes first
             if slot not in unit.born:
                 self._space.make_room(slot.nbytes, keep=unit, what="gradient", must=False)
-                self._charge(slot.nbytes)
-                unit.born.append(slot)
+                # Ctrl-C between two of these: what is listed in an open unit is dropped, with what was charged for it.
                 if unit not in self._open:
                     self._open.append(unit)
+                self._charge(slot.nbytes)
+                unit.born.append(slot)
 
     def _charge(self, nbytes: int) -> None:
         self._space.ledger.charge(Tier.DEVICE, nbytes)
         self.charged_nbytes += nbytes
 
     def _discharge(self, nbytes: int) -> None:
-        self._space.ledger.release(Tier.DEVICE, nbytes)
         self.charged_nbytes -= nbytes
+        self._space.ledger.release(Tier.DEVICE, nbytes)
 
     def _charge_leaving(self, ticket: CopyTicket, nbytes: int) -> None:
         """Memory of a gradient on its way down is held until the copy has landed, and charged as long."""

@@ -437,6 +437,15 @@ class HostSpace:
             )
         return self._behind(nbytes, min(spare_nbytes, self.room_nbytes - self.used_nbytes - nbytes))
 
+    def give_room(self, nbytes: int) -> bool:
+        """Leave so much of the room to others for good. False where what must be there at one time needs it."""
+        if self.room_nbytes - nbytes < self.least_nbytes:
+            return False
+        for ticket in self._claim(nbytes, (), "what waits for backward"):
+            ticket.wait()
+        self.room_nbytes -= nbytes
+        return True
+
     def _behind(self, nbytes: int, spare_nbytes: int = 0) -> list[Ticket]:
         """Evictions under way whose room ``nbytes`` more bytes take, beside ``spare_nbytes``. See [Note: room]."""
         while self._leaving and self._leaving[0].ticket.done():

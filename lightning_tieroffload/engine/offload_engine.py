@@ -65,6 +65,7 @@ from lightning_tieroffload.io.extent_store import ExtentStore
 from lightning_tieroffload.io.nvme_mover import NvmeMover
 from lightning_tieroffload.io.probe import probe_settings
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler, WorkRecord
+from lightning_tieroffload.memory.arena import Block
 from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, UpdatePlace
 from lightning_tieroffload.sizes import GiB, MiB, format_nbytes, round_up
 from lightning_tieroffload.trace import TraceRecorder
@@ -129,10 +130,12 @@ class _Core:
         # Whose state is counted, by optimizer.
         self.known_states: weakref.WeakKeyDictionary[Optimizer, set[ParamSlot]] = weakref.WeakKeyDictionary()
         self.activation_nbytes = 0  # what activations may map where there is flash
+        self.lent_nbytes = 0  # of it, what old casts took from blocks
         self.kept_storages: set[int] = set()  # of buffers and unmanaged parameters
         self.activations = self.space.make_activation_store(
             self.kept_storages.__contains__, self._dram_headroom_nbytes, must_fit=config.activations == "offload"
         )
+        self.space.lend_host = self._lend_host
         # Two units at a time on a GPU: one may wait for its gradients while the other's kernels run.
         lanes = [LaneSpec(name=_UPDATE_LANE, concurrency=1 if on_host else 2)]
         self.store: ExtentStore | None = None
@@ -354,6 +357,17 @@ class _Core:
         held_nbytes += self.activations.mapped_nbytes()
         return self.space.ledger[Tier.DRAM].budget_nbytes - held_nbytes
 
+    def _lend_host(self, nbytes: int) -> Block | None:
+        """DRAM for old casts, which is that of activations; what comes and goes from flash makes room for them."""
+        block = self.activations.lend(nbytes)
+        if block is None and self.store is not None:
+            more_nbytes = round_up(nbytes, _PAGE_NBYTES)
+            if self.space.host.give_room(more_nbytes):
+                self.lent_nbytes += more_nbytes
+                self.activation_nbytes = max(self.activation_nbytes, self.activations.mapped_nbytes()) + more_nbytes
+                block = self.activations.lend(nbytes)
+        return block
+
     def assign(self, new: Sequence[HostNeed] = ()) -> list[Choice]:
         """Homes of everything, ``new`` units last; what is attached follows at once. Returns those of ``new``."""
         if self.store is None:
@@ -363,7 +377,7 @@ class _Core:
         if self.config.state_home == "nvme":
             needs, new = _with_state_on_flash(needs), _with_state_on_flash(new)
         budget_nbytes = self.space.ledger[Tier.DRAM].budget_nbytes
-        fixed_nbytes = self.fixed_state_nbytes
+        fixed_nbytes = self.fixed_state_nbytes + self.lent_nbytes
         choices = assign_homes([*needs, *new], budget_nbytes, fixed_nbytes=fixed_nbytes)
         needs = [dataclasses.replace(n, choice=c) for n, c in zip([*needs, *new], choices, strict=True)]
         self._check_flash(sum(need.nbytes_on(Tier.NVME) for need in needs))
@@ -376,6 +390,7 @@ class _Core:
             room_nbytes -= self.activation_nbytes
         elif least_nbytes:
             self.activation_nbytes = 0  # DRAM is what flash is short of: a plan recomputes instead
+        self.activation_nbytes += self.lent_nbytes
         self.space.host.room_nbytes, self.space.host.least_nbytes = room_nbytes, least_nbytes
         on_flash = [need for need in needs if need.choice.param_home is Tier.NVME]
         self.space.host.forward_nbytes = max((need.param_nbytes for need in on_flash), default=0)
@@ -907,7 +922,7 @@ class OffloadEngine:
         parts = list({slot.part: None for slot in slots})
         if grad_mode:
             for slot in slots:
-                slot.is_mixed = True
+                slot.is_mixed = slot.was_mixed = True
                 slot.owner._watch(slot)  # type: ignore[attr-defined]
         store = self.core.activations if self.config.activations == "offload" else None
         pushed = grad_mode and push_hooks(self.space, self.gradients.on_unpack, store)
@@ -919,6 +934,7 @@ class OffloadEngine:
 
     def mark_aliased(self, slot: ParamSlot) -> None:
         slot.part.is_handed_out = True
+        self.space.unfold(slot.unit)
 
     def call_in_autocast(
         self, slots: Sequence[ParamSlot], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -940,6 +956,7 @@ class OffloadEngine:
         with self.space.lock, torch._C._InferenceMode(False):
             torch._C._set_grad_enabled(False)
             self.space.settle_home(slot.unit, to_write=True)
+            self.space.keep_old(slot.unit, [slot])
             slot.unit.write_home(slot, source)
             self.space.home_written(slot.unit, [slot])
             self.space.refresh(slot.unit)

@@ -645,6 +645,7 @@ class Updates:
         # What the CPU does begins first: it takes longest, and enqueuing on the device takes this thread's time.
         on_device: list[tuple[UnitState, list[DeviceSource], int]] = []
         for priority, unit in enumerate(self._by_next_use(by_unit)):
+            self._space.keep_old(unit, [slot for slot, _ in by_unit[unit]])
             sources = self._device_sources(raw, cls, unit, by_unit[unit], groups)
             if sources:
                 on_device.append((unit, sources, priority))
@@ -952,6 +953,7 @@ class Updates:
                 torch._C._set_grad_enabled(False)
                 for unit in {slot.unit: None for slot in slots}:
                     self._space.settle_home(unit, to_write=True)
+                    self._space.keep_old(unit, slots)
                 leased.extend(self._space.host.lease(blocks))
                 for slot in slots:
                     grad = given[slot] = hosts[slot.param].grad = self._host_grad(slot)

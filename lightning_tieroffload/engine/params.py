@@ -100,7 +100,7 @@ class ParamSlot:
 
     __slots__ = (
         "__weakref__", "castable", "dtype", "home", "host_param", "index", "is_mixed", "left_in", "name",
-        "num_cast_grads", "numel", "owner", "param", "part", "shape", "split", "stride", "unit",
+        "num_cast_grads", "numel", "owner", "param", "part", "shape", "split", "stride", "unit", "was_mixed",
         "wire_seen",
     )  # fmt: skip
 
@@ -124,6 +124,7 @@ class ParamSlot:
         self.wire_seen: torch.dtype | None = None
         self.num_cast_grads = 0
         self.is_mixed = False
+        self.was_mixed = False  # of several graphs at a time, backward may come to the mixed one last
 
     @property
     def nbytes(self) -> int:

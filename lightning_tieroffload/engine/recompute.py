@@ -49,6 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_tieroffload.engine.activations import version_error
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.nested import tensors_in
+from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.saved import SavedHooks, checkpoint_hooks
 
 __all__ = ["Recompute", "Region", "Watch"]
@@ -287,6 +288,11 @@ class Watch(TorchDispatchMode):
         return result
 
 
+def _slots_in(modules: list[nn.Module]) -> list[ParamSlot]:
+    slots = [managed_slot(p) for module in modules for p in module._parameters.values() if p is not None]
+    return [slot for slot in slots if slot is not None]
+
+
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -339,7 +345,7 @@ def _version(tensor: torch.Tensor) -> int:
 class _Packed:
     """A saved tensor of a region: kept as it is until the call has shown to be clean, then torch's placeholder."""
 
-    __slots__ = ("again", "holder", "kept", "version")
+    __slots__ = ("__weakref__", "again", "holder", "kept", "version")
 
     def __init__(self, holder: Any, tensor: torch.Tensor) -> None:
         self.holder = holder
@@ -348,13 +354,29 @@ class _Packed:
         self.version = tensor._version
 
 
+class _MadeNow(torch.autograd.Function):
+    """Its backward unpacks what a region has dropped: torch's checkpoint runs forward again once for each backward."""
+
+    @staticmethod
+    def forward(ctx: Any, one: torch.Tensor, packed: list[_Packed], unpack: Callable[[Any], torch.Tensor]) -> Any:
+        ctx.packed, ctx.unpack = packed, unpack
+        return one.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        for each in ctx.packed:
+            each.kept = ctx.unpack(each.holder)
+            each.version = each.kept._version
+        return None, None, None
+
+
 class _Again:
     """What is needed to run one call's forward again, and whether that would still give the same."""
 
     def __init__(self, owner: Recompute, args: Any, modules: list[nn.Module]) -> None:
         self._owner = owner
         self._args = args
-        self._modules = modules
+        self.modules = modules
         self._attributes: list[dict[str, Any]] = []
         self._flags: list[bool] = []  # requires_grad of the parameters
         self._at_end: Any = None
@@ -365,7 +387,7 @@ class _Again:
         seen: set[int] = set()
         parts: list[Any] = [_flags()]
         with torch._C.DisableTorchFunctionSubclass():
-            for module in self._modules:
+            for module in self.modules:
                 for name, value in vars(module).items():
                     if name not in _NOT_STATE:  # plain values as they are: this runs three times a call
                         parts.append(name)
@@ -378,12 +400,12 @@ class _Again:
 
     def remember(self, state: Any) -> None:
         """Forward has ended in this state."""
-        self._attributes = [_attributes(module) for module in self._modules]
+        self._attributes = [_attributes(module) for module in self.modules]
         self._flags = self._needs_grad()
         self._at_end = state
 
     def _params(self) -> list[nn.Parameter]:
-        return [p for module in self._modules for p in module._parameters.values() if p is not None]
+        return [p for module in self.modules for p in module._parameters.values() if p is not None]
 
     def _needs_grad(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -402,13 +424,13 @@ class _Again:
     @contextlib.contextmanager
     def _as_in_forward(self) -> Iterator[None]:
         """What the modules' attributes referred to when forward ended, training flags included."""
-        now = [_attributes(module) for module in self._modules]
+        now = [_attributes(module) for module in self.modules]
         try:
-            for module, then in zip(self._modules, self._attributes, strict=True):
+            for module, then in zip(self.modules, self._attributes, strict=True):
                 _set_attributes(module, then)
             yield
         finally:
-            for module, values in zip(self._modules, now, strict=True):
+            for module, values in zip(self.modules, now, strict=True):
                 _set_attributes(module, values)
 
     @contextlib.contextmanager
@@ -417,7 +439,7 @@ class _Again:
         with contextlib.ExitStack() as stack:
             stack.callback(self._set_needs_grad, self._needs_grad())
             self._set_needs_grad(self._flags)
-            for module in self._modules:
+            for module in self.modules:
                 if _counts(module):
                     true = dict(module._buffers)
                     with torch.no_grad():
@@ -471,6 +493,8 @@ class Region:
         self._inputs = [(tensor.detach(), tensor._version) for tensor in tensors]
         self._generators = _global_generators()
         self._again = _Again(owner, args, modules)
+        self._dropped: list[weakref.ref[_Packed]] = []
+        self._task = -1  # the backward in which it was last run again
         self.watch: Watch | None = None
         if not owner.is_accepted:
             norms = [m for m in modules if _counts(m)]
@@ -513,6 +537,7 @@ class Region:
         task = torch._C._current_graph_task_id()
         if packed.again is not None and packed.again[0] == task:
             return packed.again[1]
+        self._task = task
         tensor: torch.Tensor = self._unpack(packed.holder)
         if isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
             packed.again = task, tensor  # a Function of the user's may ask twice, which torch's checkpoint refuses
@@ -527,6 +552,16 @@ class Region:
             self._owner.refuse("its state is changed between forward and backward")
         else:
             self._owner.accept()
+
+    def unfold(self) -> None:
+        """Weights are about to change before backward has come: make what was dropped while they are what they were."""
+        if self._task != -1 and self._task == torch._C._current_graph_task_id():
+            return  # backward has it all by now, and is in the middle of it
+        packed = [each for ref in self._dropped if (each := ref()) is not None and each.kept is None]
+        if packed:
+            with torch._C._InferenceMode(False), torch.enable_grad():
+                _MadeNow.apply(torch.zeros((), requires_grad=True), packed, self._unpack).backward()  # type: ignore[no-untyped-call]
+        self._dropped = []
 
     def taint(self) -> None:
         """Something inside this call is not as it has to be: its activations are kept."""
@@ -566,6 +601,9 @@ class Region:
         self._owner.num_dropped += 1
         for each in packed:
             each.kept = None
+        self._dropped = [weakref.ref(each) for each in packed]
+        for slot in _slots_in(self._again.modules):
+            slot.unit.folded.add(self)
 
 
 class Recompute:
@@ -637,6 +675,9 @@ class Recompute:
         except TypeError as error:
             self.why_not_now = str(error)
             return None
+        if self._is_handed_out(modules):
+            self.why_not_now = "user code holds tensors over its weights"
+            return None
         if any(t.is_inference() or _storage(t) in self._space.by_storage or _storage(t) == 0 for t in tensors):
             self.why_not_now = "an input is a parameter, or not an ordinary tensor"
             return None
@@ -646,6 +687,12 @@ class Recompute:
             self.is_accepted = False  # other modules than those that were watched
         self._look_around(modules)
         return Region(self, taken, tensors, modules)
+
+    @staticmethod
+    def _is_handed_out(modules: list[nn.Module]) -> bool:
+        """What is written through such a tensor shows nowhere."""
+        parts = {slot.part: None for slot in _slots_in(modules)}
+        return any(part.is_resident and part.is_handed_out and part.num_aliases() > 0 for part in parts)
 
     def _look_around(self, modules: list[nn.Module]) -> None:
         """Watch this call where its surroundings are others. Globals that vary and stay until backward may vary."""
@@ -669,6 +716,8 @@ class Recompute:
         """Whether weights changed since autocast may have cached their casts: forward uses those, a second run not."""
         if not torch.is_autocast_enabled(self._space.device.type) or not torch.is_autocast_cache_enabled():
             return False
+        if any(slot.unit.has_old_casts for slot in _slots_in(modules)):
+            return True
         versions = [(id(p), _version(p)) for m in modules for p in m._parameters.values() if p is not None]
         context, then = self._cast_versions
         if context != self._space.num_autocasts:

@@ -12,6 +12,14 @@ pushed over a checkpoint's as soon as it pushes its own (torch_patches). The che
 parameter, as a stand-in of one element: where it stops running forward again, and when it begins, is as in the plain
 run. What forward saved as another tensor (autocast's cast of a weight) may be such a stand-in when forward runs again;
 whoever gets one from a checkpoint makes what it stands for. A checkpoint that began without us stays without us.
+
+[Note: old casts] Under autocast a plain graph saves the cast, a copy, so backward goes on with the old bits whatever
+became of the weight: a step for an earlier loss, a load, an edit. Here what is saved is a view of the wire part, whose
+bits of the moment come and go with the weight. So before a weight's home is written, and where a write to its device
+copy is noticed (the home still holds the old bits then), views of it that graphs still have are moved to an *old part*:
+those bits, in DRAM, fetched and evicted like any other part, until the last of these views dies. In a loop whose
+backward comes before its step there are none. Under a non-reentrant checkpoint plain torch saves nothing and casts
+again, so backward gets what is saved when the block is run again. Weights that are saved as they are fail as plainly.
 """
 
 from __future__ import annotations
@@ -25,7 +33,8 @@ import torch
 from lightning_tieroffload.engine.activations import ActivationStore, Offloaded, version_error
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot
-from lightning_tieroffload.engine.unit_state import Part
+from lightning_tieroffload.engine.unit_state import Form, Part
+from lightning_tieroffload.sizes import format_nbytes
 
 __all__ = ["SavedHooks", "checkpoint_hooks", "hooks_are_ours", "pop_hooks", "push_hooks"]
 
@@ -36,28 +45,58 @@ Count = Callable[[torch.Tensor], Any]
 
 
 class _SavedView:
-    __slots__ = ("counted", "dtype", "offset", "part", "shape", "slot", "stride", "version")
+    __slots__ = (
+        "__weakref__", "counted", "dtype", "hint", "is_made_again", "place", "shape", "slot", "stride", "version",
+    )  # fmt: skip
 
-    def __init__(self, part: Part, slot: ParamSlot, tensor: torch.Tensor) -> None:
-        self.part = part
+    def __init__(self, part: Part, slot: ParamSlot, tensor: torch.Tensor, *, is_made_again: bool) -> None:
         self.slot = slot
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.place = part, tensor.storage_offset()
         self.version = _version(slot.param)
         self.counted: _Outer | None = None  # what a checkpoint around has in its place
+        self.is_made_again = is_made_again
+        self.hint = _HINT
+
+    @property
+    def part(self) -> Part:
+        return self.place[0]
+
+    def move_to(self, part: Part) -> None:
+        """Another part holds what was saved."""
+        before, offset = self.place
+        start_nbytes = self._start(before) * before.dtype.itemsize - self._start(part) * part.dtype.itemsize
+        self.place = part, offset - start_nbytes // self.dtype.itemsize
+
+    def note_lost(self, nbytes: int) -> None:
+        """There was no memory to keep what was saved."""
+        self.hint = (
+            f" Plainly autocast's graph keeps old casts; dram_budget has no room for those of {self.part.unit.name} "
+            f"({format_nbytes(nbytes)}). Raise dram_budget, or run backward before the step."
+        )
+
+    def _start(self, part: Part) -> int:
+        return part.offsets[part.slots.index(self.slot)]
 
     def make(self) -> torch.Tensor:
-        if self.dtype == self.part.dtype:
-            return self.part.flat.as_strided(self.shape, self.stride, self.offset)
+        part, offset = self.place
+        if self.dtype == part.dtype:
+            return part.flat.as_strided(self.shape, self.stride, offset)
         with torch._C._InferenceMode(False):
-            view = torch.empty(0, dtype=self.dtype, device=self.part.device)
-            return view.set_(self.part.storage, self.offset, self.shape, self.stride)
+            view = torch.empty(0, dtype=self.dtype, device=part.device)
+            return view.set_(part.storage, offset, self.shape, self.stride)
 
     def make_after_close(self) -> torch.Tensor:
         """The view on the ordinary parameter, or on the one that another engine has now; as plain as the graph is."""
-        part, p = self.part, self.slot.param
+        (part, offset), p = self.place, self.slot.param
+        if part.loan is not None:
+            assert part.home_flat is not None
+            storage = part.home_flat.to(part.device, copy=True).untyped_storage()
+            with torch._C._InferenceMode(False):
+                view = torch.empty(0, dtype=self.dtype, device=part.device)
+                return view.set_(storage, offset, self.shape, self.stride)
         base = p.data
         if managed_slot(p) is None and base.untyped_storage()._cdata != self.slot.left_in:
             raise RuntimeError(
@@ -67,8 +106,7 @@ class _SavedView:
             )
         if base.dtype != part.dtype:  # the graph has autocast's cast of it
             base = base.to(part.dtype)
-        start_nbytes = part.offsets[part.slots.index(self.slot)] * part.dtype.itemsize
-        offset = self.offset + base.storage_offset() - start_nbytes // self.dtype.itemsize
+        offset += base.storage_offset() - self._start(part) * part.dtype.itemsize // self.dtype.itemsize
         with torch._C._InferenceMode(False):
             view = torch.empty(0, dtype=self.dtype, device=base.device)
             return view.set_(base.untyped_storage(), offset, self.shape, self.stride)
@@ -115,6 +153,13 @@ def _check_version(name: str, tensor: torch.Tensor, saved: int, current: int, hi
         raise version_error(name, tensor.shape, saved, current, hint)
 
 
+def _is_torchs(pair: Pair | None, name: str) -> bool:
+    """Whether a pair of hooks is one of torch's non-reentrant checkpoint."""
+    pack = pair[0] if pair is not None else None
+    is_torchs = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+    return is_torchs and getattr(pack, "__qualname__", "").startswith(name)
+
+
 class SavedHooks:
     """One pair of hooks over what was active outside. ``on_unpack(part)`` pages a part in."""
 
@@ -135,6 +180,11 @@ class SavedHooks:
         self._activations = activations
         self._count = count  # a checkpoint around: see [Note: a checkpoint counts]
         self.is_over_checkpoint = count is not None and outer is not None and count == outer[0]
+        below = getattr(outer[0], "__self__", None) if outer is not None else None
+        # A checkpoint's, or another engine's over those.
+        self._is_made_again: bool = _is_torchs(outer, "_checkpoint_hook.")
+        if isinstance(below, SavedHooks):
+            self._is_made_again = below._is_made_again
 
     def is_outermost_of(self, space: DeviceSpace) -> bool:
         """Whether these are the hooks of ``space`` and nobody else's are around them."""
@@ -148,9 +198,9 @@ class SavedHooks:
         if part is not None:
             offset = tensor.storage_offset() * tensor.itemsize // part.dtype.itemsize
             slot = part.slot_at(offset)
-            view = _SavedView(part, slot, tensor)
+            view = self._view(part, slot, tensor)
             if self._count is not None:
-                make = functools.partial(self.unpack, _SavedView(part, slot, tensor))
+                make = functools.partial(self.unpack, self._view(part, slot, tensor))
                 counted = self._count(_stand_in(tensor, make))
                 if self.is_over_checkpoint:
                     view.counted = _Outer(counted, self._outer[1])  # type: ignore[index]
@@ -165,15 +215,30 @@ class SavedHooks:
                 return offloaded
         return _Kept(tensor)
 
+    def _view(self, part: Part, slot: ParamSlot, tensor: torch.Tensor) -> _SavedView:
+        view = _SavedView(part, slot, tensor, is_made_again=self._is_made_again)
+        if part.form is Form.WIRE and not self._is_made_again:
+            with self._lock:
+                part.saved.add(view)
+        return view
+
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is _SavedView:
             if packed.counted is not None:
-                packed.counted.unpack(packed.counted.packed)  # forward runs again when it would in the plain run
+                # Forward runs again when it would in the plain run, and what backward gets is what it saves then.
+                again = packed.counted.unpack(packed.counted.packed)
+                if packed.is_made_again:
+                    make_again: Callable[[], torch.Tensor] | None = getattr(again, _MAKES, None)
+                    return again if make_again is None else make_again()
             with self._lock:  # until there is a view, another thread that reads parameters may evict the part again
                 is_closed = packed.part.unit.is_closed
-                if not is_closed:
-                    self._on_unpack(packed.part)
-                _check_version(packed.slot.name, packed.slot.param, packed.version, _version(packed.slot.param), _HINT)
+                part = None
+                while not is_closed and part is not packed.part:  # it may find that the weights have been written to
+                    part = packed.part
+                    self._on_unpack(part)
+                if packed.part.loan is None and not packed.is_made_again:
+                    current = _version(packed.slot.param)
+                    _check_version(packed.slot.name, packed.slot.param, packed.version, current, packed.hint)
                 return packed.make_after_close() if is_closed else packed.make()
         if type(packed) is Offloaded and self._activations is not None:
             return self._activations.unpack(packed)

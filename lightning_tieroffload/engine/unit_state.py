@@ -36,7 +36,7 @@ from lightning_tieroffload.engine.params import ParamSlot, managed_slot, set_raw
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket, Pairs
 from lightning_tieroffload.errors import CapacityError, ResidencyError
 from lightning_tieroffload.kernels.split import SplitMaster, merge_f32, num_tie_bytes, split_f32
-from lightning_tieroffload.memory.arena import PinnedArena
+from lightning_tieroffload.memory.arena import Block, PinnedArena
 from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, UpdatePlace
 from lightning_tieroffload.sizes import round_up
 
@@ -48,6 +48,8 @@ __all__ = [
     "GradPlace",
     "GradRecord",
     "HostBlock",
+    "Kept",
+    "Loan",
     "OtherCopy",
     "Part",
     "Segment",
@@ -105,6 +107,7 @@ class Form(enum.Enum):
     WIRE = "wire"
     LOW = "low"  # of split masters: per parameter the low halves, then the tie bits
     STATE = "state"  # one kind of optimizer state, fp32
+    OLD = "old"  # 16-bit copies as they were before the weights changed, which backward still wants
 
 
 class WireState(enum.Enum):
@@ -359,6 +362,23 @@ class HostBlock:
         return False
 
 
+Kept = tuple[torch.Tensor, int, int]  # over a part's storage, how often it refers to it, and which storage it is
+
+
+class Loan:
+    """DRAM that an old part has from the activations' memory. It goes back when the part dies."""
+
+    __slots__ = ("block", "ticket")
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.ticket: CopyTicket = LANDED  # the last upload out of it
+
+    def end(self) -> None:
+        self.ticket.wait()
+        self.block.free()
+
+
 class Part:
     """Some parameters of a unit in one form: one flat device storage, fetched and evicted as a whole."""
 
@@ -390,6 +410,7 @@ class Part:
             Form.WIRE: f"{unit.name} ({str(dtype).removeprefix('torch.')})",
             Form.LOW: f"low halves of {unit.name}",
             Form.STATE: f"{kind} of {unit.name}",
+            Form.OLD: f"old {str(dtype).removeprefix('torch.')} weights of {unit.name}",
         }[form]
         self.shard = f"{unit.index}/{unit.name}:{form.value}:{kind or dtype}:{castable}:{slots[0].index}:{copy}"
         self._num_own_refs = 0
@@ -409,6 +430,8 @@ class Part:
         # writes the home on the host waits for it. See [Note: happens-before] in streams.py.
         self.home_read: CopyTicket = LANDED
         self.serves: list[OtherCopy] = []  # reads from flash that may fail
+        self.saved: weakref.WeakSet[Any] = weakref.WeakSet()  # of a wire part: what autograd's graphs have of it
+        self.loan: Loan | None = None  # of an old part: its home
 
     @property
     def is_serving(self) -> bool:
@@ -476,16 +499,18 @@ class Part:
             return 0
         return storage_owners(self.storage) - self._num_own_refs
 
-    def keep(self, make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
+    def keep(self, make: Callable[[], torch.Tensor]) -> Kept:
         """A tensor over the storage that the engine itself keeps: no alias, until ``forget`` with what is returned."""
         before = storage_owners(self.storage)
         tensor = make()
         num_refs = storage_owners(self.storage) - before
         self._num_own_refs += num_refs
-        return tensor, num_refs
+        return tensor, num_refs, self.key
 
-    def forget(self, num_refs: int) -> None:
-        self._num_own_refs -= num_refs
+    def forget(self, kept: Kept) -> None:
+        _, num_refs, key = kept
+        if key == self.key:  # else the storage has been left to others since
+            self._num_own_refs -= num_refs
 
     def materialise(self, *, poison: bool) -> None:
         with torch._C._InferenceMode(False):
@@ -545,7 +570,7 @@ class Part:
 
     @property
     def is_for_compute(self) -> bool:
-        return self.form in (Form.FULL, Form.WIRE)
+        return self.form in (Form.FULL, Form.WIRE, Form.OLD)
 
     def slot_at(self, offset: int) -> ParamSlot:
         """The slot that holds element ``offset`` of the storage."""
@@ -646,6 +671,11 @@ class UnitState:
         self.nbytes = sum(part.nbytes for part in self.full_parts)
         self.wire: Part | None = None
         self.low: Part | None = None  # beside a bfloat16 wire part, whose home is the split masters' high half
+        # Calls of it that have dropped their activations and wait for backward.
+        self.folded: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._num_old = 0
+        # Weak: an old part lives as long as something that a graph has saved of it.
+        self._old_parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
         # By kind of state and slot: several slots share one, and a slot of several optimizers has several. Whoever
         # updates the unit makes them, in its thread; those that have ever been asked onto the device are listed.
         self.state_parts: dict[tuple[str, int], list[Part]] = {}
@@ -653,6 +683,7 @@ class UnitState:
         self.wire_state = WireState.WATCHING if any(p.castable for p in self.full_parts) else WireState.REFUSED
         self.is_wire_refused = False  # it was read otherwise, and so travels in full from the next step on
         self.has_casts = False  # stand-ins for autocast's casts are alive
+        self.has_old_casts = False  # some of them, or of those that were not kept, are of weights that have changed
         self.num_windows = 0
         self.window_threads: dict[int, int] = {}  # thread to how many of the open windows are its own
         self.open_parts: list[Part] | None = None  # what the outermost open window leased
@@ -683,7 +714,8 @@ class UnitState:
     @property
     def all_parts(self) -> list[Part]:
         """Those, and what only updates need."""
-        return [*self.parts, *(() if self.low is None else (self.low,)), *self.device_state]
+        low = () if self.low is None else (self.low,)
+        return [*self.parts, *low, *self.device_state, *list(self._old_parts.values())]
 
     @property
     def home_parts(self) -> list[Part]:
@@ -867,6 +899,35 @@ class UnitState:
         wire = self.wire = Part(self, Form.WIRE, dtype, self.castable_part.slots, castable=True)
         wire.seal()
         return wire
+
+    def wire_home(self, slot: ParamSlot) -> torch.Tensor:
+        """What the slot's tensor of the wire part is copied from; the caller has settled the home."""
+        wire = self.wire
+        assert wire is not None
+        return wire.home_view(slot) if wire.home_flat is not None else self.read_home(slot)
+
+    def make_old(self, slots: list[ParamSlot], lend: Callable[[int], Block | None]) -> Part | None:
+        """A part for the bits of the wire part of now; None where DRAM has no room for them. ``fill_old`` follows."""
+        wire = self.wire
+        assert wire is not None
+        old = Part(self, Form.OLD, wire.dtype, slots, castable=False, copy=self._num_old)
+        block = lend(old.nbytes)
+        if block is None:
+            return None
+        old.loan = Loan(block)
+        weakref.finalize(old, old.loan.end).atexit = False
+        old.home_flat = block.tensor(old.dtype, (old.nbytes // old.dtype.itemsize,))
+        old.seal()
+        return old
+
+    def fill_old(self, old: Part) -> None:
+        """The caller has settled the home."""
+        assert old.home_flat is not None
+        old.home_flat.zero_()  # the padding travels too
+        for slot in old.slots:
+            old.home_view(slot).copy_(self.wire_home(slot))
+        self._old_parts[self._num_old] = old
+        self._num_old += 1
 
     def split_home(self) -> Part:
         """Make a settled home the split master, whose high half is the home of the bf16 wire part; the low one is new.

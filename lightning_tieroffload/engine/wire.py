@@ -17,9 +17,8 @@ plain run's; a pass with several casts, or with another use beside them, sends i
 [Note: updates inside autocast] A cached cast outlives an update: what follows in the same context, as in Lightning's
 manual optimization, computes with the old weights. A stand-in's memory is fetched anew and would give the new ones. So
 where a step or a write comes while stand-ins live, they get memory of their own, with the old bits, outside the budget
-as autocast's own casts are. Most such contexts end right after the step and need none of it: when the first two have
-made no use of it no more is kept, and a use that does come later is an error that says so. So is one after user code
-itself has written to the weight in such a context: its old bits are gone when that is noticed.
+as autocast's own casts are. Most contexts with a step end right after it and need none of it: when the first two have
+made no use of it no more is kept, and a use that does come later is an error that says so.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import torch
 
 from lightning_tieroffload.engine.device_space import DeviceSpace, is_in_transform
 from lightning_tieroffload.engine.params import ParamSlot
-from lightning_tieroffload.engine.unit_state import UnitState, WireState
+from lightning_tieroffload.engine.unit_state import Kept, UnitState, WireState
 from lightning_tieroffload.errors import UnsupportedError
 
 __all__ = ["Wire", "wire_dtype"]
@@ -86,7 +85,7 @@ class Wire:
 
     def __init__(self, space: DeviceSpace) -> None:
         self._space = space
-        self._casts: dict[ParamSlot, tuple[torch.Tensor, int]] = {}  # autocast's cache: the stand-in and its references
+        self._casts: dict[ParamSlot, Kept] = {}  # autocast's cache: the stand-ins
         self._cached: set[ParamSlot] = set()  # whose cast autocast itself keeps
         self._outdated: set[ParamSlot] = set()  # whose weight has changed since its cast was made
         self._num_updates_inside = 0  # contexts in which there was an update
@@ -177,31 +176,37 @@ class Wire:
             return
         with self._space.lock:
             changing = [slot for slot in self._casts if slot not in self._outdated]
+            for unit in {slot.unit: None for slot in changing}:
+                self._space.unfold(unit)
+            for unit in {slot.unit: None for slot in changing}:
+                self._space.settle_home(unit)
             self._num_updates_inside += bool(changing) and not self._outdated
             for slot in changing:
-                self._outdated.add(slot)
-                _, num_refs = self._casts.pop(slot)
-                if self._num_updates_inside <= _NUM_KEPT or self._is_old_cast_used:
-                    self._casts[slot] = self._kept(slot), 0
-                    self._note_cached([slot], slot.unit.wire.dtype)
-                slot.unit.wire.forget(num_refs)
+                self._keep(slot, may_keep=self._num_updates_inside <= _NUM_KEPT or self._is_old_cast_used)
 
-    def _note_written(self, slots: list[ParamSlot]) -> None:
+    def _note_written(self, slots: Sequence[ParamSlot], is_there: bool) -> None:
         for slot in slots:
             if slot in self._casts and slot not in self._outdated:
-                self._outdated.add(slot)
-                slot.unit.wire.forget(self._casts.pop(slot)[1])
+                self._keep(slot, may_keep=is_there)
 
-    def _kept(self, slot: ParamSlot) -> torch.Tensor:
-        with torch._C._InferenceMode(False), torch._C.DisableTorchFunctionSubclass():  # gradients are on, too
-            old = self._space.touch([slot.unit.wire], lambda: slot.unit.wire.fresh_view(slot).clone())
-            return _WireCast.apply(slot.param, slot, [old])  # type: ignore[no-untyped-call,no-any-return]
+    def _keep(self, slot: ParamSlot, *, may_keep: bool) -> None:
+        """The weight has changed, or is about to: its stand-in gets memory of its own with the old bits."""
+        self._outdated.add(slot)
+        slot.unit.has_old_casts = True
+        kept = cast, *_ = self._casts.pop(slot)
+        if may_keep:
+            old = self._space.home_cast(slot)
+            with torch._C._InferenceMode(False), torch._C.DisableTorchFunctionSubclass():
+                cast.data = old  # it stays the output of the one cast, at which gradients of all its uses are summed
+            self._casts[slot] = cast, 0, 0
+            self._note_cached([slot], slot.unit.wire.dtype)
+        slot.unit.wire.forget(kept)
 
     def drop_casts(self) -> None:
         """Autocast has emptied its cache."""
         if self._outdated:
             for slot in self._outdated:
-                slot.unit.has_casts = False
+                slot.unit.has_casts = slot.unit.has_old_casts = False
             self._outdated.clear()
         if self._cached:
             self._cached.clear()
@@ -209,9 +214,9 @@ class Wire:
         if self._casts:
             with self._space.lock:
                 casts, self._casts = self._casts, {}
-                for slot, (_, num_refs) in casts.items():
+                for slot, kept in casts.items():
                     slot.unit.has_casts = False
-                    slot.unit.wire.forget(num_refs)
+                    slot.unit.wire.forget(kept)
                 casts.clear()
 
     def _used(self, slot: ParamSlot, dtype: torch.dtype) -> bool:
@@ -230,7 +235,7 @@ class Wire:
 
         Not before: what recomputes this forward must save the same tensors.
         """
-        slot.is_mixed = True
+        slot.is_mixed = slot.was_mixed = True
         unit: UnitState = slot.unit
         if not unit.is_wire_refused:
             _log.debug("%s: %s travels as fp32 (%s)", unit.name, slot.name, why)
@@ -257,7 +262,7 @@ class Wire:
         num_casts, is_mixed = slot.num_cast_grads, slot.is_mixed
         slot.num_cast_grads, slot.is_mixed = 0, False
         unit: UnitState = slot.unit
-        if unit.wire is None or not slot.castable or num_casts != 1 or is_mixed:
+        if unit.wire is None or not slot.castable or num_casts != 1 or is_mixed or slot.was_mixed:
             return None
         with torch._C.DisableTorchFunctionSubclass():
             has_hooks = bool(slot.param._backward_hooks)
