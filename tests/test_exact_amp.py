@@ -472,3 +472,47 @@ def test_autocast_that_begins_inside_a_window(order: str, dtype: torch.dtype, ca
     """Forward saves autocast's own casts and runs again with stand-ins: the same numbers in the same places."""
     build = build_of(lambda: nn.Sequential(*(AutocastWithin(order, dtype, cache) for _ in range(2))))
     check(build, amp_loop(micro=lambda step, i: False), VARIANTS, activations=activations)
+
+
+class LooksFirst(nn.Module):
+    """Uses its weights without gradients before, between or after it uses them with gradients, in three ways."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.linear = nn.Linear(16, 16)
+
+    def look(self, x: torch.Tensor, when: str) -> Any:
+        if when not in self.when:
+            return 0.0
+        with torch.no_grad():
+            return self.linear(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.look(x, "before")
+        w = self.linear.weight
+        y = torch.bmm(x[None], w.t()[None])[0]  # a view of the weight: cast anew
+        seen = seen + self.look(x, "between")
+        z = self.linear(y)
+        return torch.tanh(z.float() + seen + self.look(x, "after")) + (w**2).sum() * 1e-2
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("when", ["before", "between", "after", "never"])
+def test_a_cast_is_as_old_as_its_first_use(when: str, cache: bool) -> None:
+    """Also where that was without gradients: three gradients of one weight are summed in the plain run's order."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(5, 8, 16)):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                evaluated = None
+                if step % 2:
+                    with torch.no_grad():
+                        evaluated = model(x)
+                loss = (model(x).float() ** 2).mean() + 1e-2 * sum((p**2).sum() for p in model.parameters())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss, evaluated=evaluated)
+
+    check(build_of(lambda: nn.Sequential(*(LooksFirst(when) for _ in range(3)))), loop, VARIANTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from exactness import POISON, SLOW, Variant, check
 from fakes import Stack, batches
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tieroffload import engine_of, offload
@@ -272,3 +273,53 @@ def test_gradients_inside_forward(create_graph: bool, by: str, dtype: Any) -> No
             look(loss=loss)
 
     check(make, loop, VARIANTS)
+
+
+def _mm_only(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_mm = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_mm else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+POLICIES: dict[str, Any] = {
+    "what multiplies": _mm_only,
+    "everything": lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE,
+    "rather everything": lambda *args, **kwargs: CheckpointPolicy.PREFER_SAVE,
+}
+
+
+class Selective(nn.Module):
+    """A selective checkpoint: its dispatch mode keeps what operations returned and numbers them."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.contexts = functools.partial(create_selective_checkpoint_contexts, POLICIES[policy])
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))) + (self.first.weight**2).sum() * 1e-2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.compute, x, use_reentrant=False, context_fn=self.contexts)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_selective_checkpoints_do_not_see_the_engine(policy: str, is_autocast: bool, activations: str) -> None:
+    """No operation of the engine's is among those that are kept and found again."""
+
+    def make() -> Any:
+        model = nn.Sequential(*(Selective(policy) for _ in range(2)))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(3, 8, 16):
+            for half in x.chunk(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+                    loss = (model(half).float() ** 2).mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(make, loop, [*VARIANTS, Variant(POISON, prefetch=4, budget="all")], activations=activations)

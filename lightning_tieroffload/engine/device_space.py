@@ -60,9 +60,16 @@ def is_in_transform() -> bool:
 
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
-    """The engine's own copies are no part of a ``torch.func`` transform that the user's call is in."""
+    """The engine's own copies are no part of a ``torch.func`` transform that the user's call is in.
+
+    Nor does a dispatch mode see them: a selective checkpoint's counts operations, and keeps what they return.
+    """
     if not is_in_transform():
-        yield
+        if torch._C._len_torch_dispatch_stack() == 0:
+            yield
+            return
+        with torch._C._DisableTorchDispatch():
+            yield
         return
     with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
         yield
@@ -1073,7 +1080,7 @@ class DeviceSpace:
 
     def need_in_backward(self, part: Part) -> None:
         """A saved view of the part is about to be read by backward."""
-        with self.lock:
+        with self.lock, outside_transforms():
             self.note_use(part.unit, Phase.BACKWARD, [part])
             self.ensure_resident([part])
 
@@ -1095,13 +1102,14 @@ class DeviceSpace:
                     if part.num_aliases() > 0:
                         self.unfold(part.unit)
             finally:
-                self._touched = before
-                for part in parts:
-                    part.num_leases -= 1
-                    if part.is_resident and part.num_aliases() > 0:
-                        part.is_handed_out = True
-                    self._notice_writes(part)
-                self._reclaim()
+                with outside_transforms():
+                    self._touched = before
+                    for part in parts:
+                        part.num_leases -= 1
+                        if part.is_resident and part.num_aliases() > 0:
+                            part.is_handed_out = True
+                        self._notice_writes(part)
+                    self._reclaim()
             return result
 
     def reset(self, units: Sequence[UnitState]) -> None:

@@ -336,7 +336,8 @@ class ModuleHooks:
         if self._gradients.in_backward():
             phase = Phase.BACKWARD
             self._gradients.enter_backward()
-            self._gradients.settle_all()  # a forward inside backward needs the room that gradients still take
+            with outside_transforms():
+                self._gradients.settle_all()  # a forward inside backward needs the room that gradients still take
         else:
             phase = Phase.FORWARD if has_grad else Phase.EVAL
         frame.may_fuse = not torch.compiler.is_compiling() and _may_fuse(frame.module)
@@ -400,8 +401,9 @@ class ModuleHooks:
             pop_hooks()
         if frame.region is not None:
             frame.region.end(is_whole=is_whole)
-        for unit, parts in frame.opened:
-            self._space.close_window(unit, parts)
+        with outside_transforms():
+            for unit, parts in frame.opened:
+                self._space.close_window(unit, parts)
 
     def reset(self) -> None:
         """Close every window of the calling thread, after an exception that skipped the hooks (Ctrl-C)."""

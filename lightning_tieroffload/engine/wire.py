@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from lightning_tieroffload.engine.device_space import DeviceSpace, is_in_transform
+from lightning_tieroffload.engine.device_space import DeviceSpace, is_in_transform, outside_transforms
 from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.unit_state import Kept, UnitState, WireState
 from lightning_tieroffload.errors import UnsupportedError
@@ -140,7 +140,7 @@ class Wire:
         if slot in self._cached and slot not in self._casts:
             return False  # it became ready in the middle of a context: autocast's own cast serves until that ends
         if unit.wire_state is WireState.WATCHING:
-            with self._space.lock:
+            with self._space.lock, outside_transforms():
                 if unit.wire is None:
                     self._space.add_wire(unit, dtype)
             return unit.wire.dtype == dtype  # type: ignore[union-attr]
@@ -150,8 +150,12 @@ class Wire:
 
     def _stand_in(self, slot: ParamSlot) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            if not (torch.is_grad_enabled() and slot.param.requires_grad) and slot not in self._outdated:
-                return slot.unit.wire.fresh_view(slot)  # type: ignore[no-any-return]
+            if slot not in self._outdated:
+                # Autocast makes a cast that it caches with gradients on, whoever uses it first: a use that comes later
+                # has that one in its graph, and sums of gradients follow the order in which casts were made.
+                is_cached = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+                if not slot.param.requires_grad or not (torch.is_grad_enabled() or is_cached):
+                    return slot.unit.wire.fresh_view(slot)  # type: ignore[no-any-return]
             if not torch.is_autocast_cache_enabled():
                 return _WireCast.apply(slot.param, slot, [])  # type: ignore[no-untyped-call,no-any-return]
             with self._space.lock:
@@ -167,8 +171,13 @@ class Wire:
                         )
                 if cast is None:
                     slot.unit.has_casts = True
-                    cast = self._casts[slot] = slot.unit.wire.keep(lambda: _WireCast.apply(slot.param, slot, []))  # type: ignore[no-untyped-call]
+                    cast = self._casts[slot] = slot.unit.wire.keep(lambda: self._new_cast(slot))
                 return cast[0]
+
+    @staticmethod
+    def _new_cast(slot: ParamSlot) -> torch.Tensor:
+        with torch._C._InferenceMode(False):  # gradients are on, too
+            return _WireCast.apply(slot.param, slot, [])  # type: ignore[no-untyped-call,no-any-return]
 
     def keep_casts(self) -> None:
         """A step comes: weights may change while their casts live. See [Note: updates inside autocast]."""
