@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,3 +35,26 @@ def test_a_line_has_the_floor_and_the_ratio(tmp_path: Path, monkeypatch: pytest.
     assert flash["own_ratio"] > 0
     gc.collect()  # nobody has closed the engine, and the run is over
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("face", ["resident", "accelerate"])
+def test_a_run_gets_the_environment_that_is_made_for_it(face: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through Accelerate the engine is there by the environment alone; on a GPU segments grow by it."""
+    environments: list[dict[str, str]] = []
+    run = bench_train.subprocess.run
+
+    def noted(*args: Any, env: dict[str, str], **kwargs: Any) -> Any:
+        environments.append(env)
+        return run(*args, env=env, **kwargs)
+
+    monkeypatch.setattr(bench_train.subprocess, "run", noted)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    config = TierOffloadConfig(device_budget="64MiB", dram_budget="1GiB")
+    figures = bench_train._in_a_process({
+        "size": "tiny", "batch": 1, "seq": 32, "steps": 2, "warmup": 1, "grad_accum": 1, "clip": 1.0, "face": face,
+        "amp": "bf16-mixed", "cap": "", "seed": 0, "config": config.to_json(), "deterministic": True,
+    })  # fmt: skip
+    assert (figures["report"] is not None) == (face == "accelerate")
+    (env,) = environments
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert env["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

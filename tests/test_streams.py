@@ -16,7 +16,7 @@ from loopkit import mlp
 from lightning_tieroffload import engine_of, offload
 from lightning_tieroffload.concepts import Ticket
 from lightning_tieroffload.engine import activations, streams
-from lightning_tieroffload.engine.streams import HostStreams, LinkRates, Pairs, _CudaTicket
+from lightning_tieroffload.engine.streams import HostStreams, LinkRates, Pairs, _CudaTicket, let_segments_grow
 from lightning_tieroffload.errors import TransferTimeoutError
 
 
@@ -214,3 +214,27 @@ def test_few_activations_are_on_their_way_down_at_a_time(monkeypatch: pytest.Mon
     huge = [store.pack(torch.randn(100_000 + i)) for i in range(4)]
     assert len(outstanding) <= 2, "two of any size, so that one can leave while the next is made"
     del packed, huge
+
+
+def test_segments_grow_unless_the_user_set_the_allocator_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.setenv(name, "max_split_size_mb:512")
+        assert not let_segments_grow()
+        assert settings == []
+        monkeypatch.delenv(name)
+    assert let_segments_grow()
+    assert settings == ["expandable_segments:True"]
+
+
+def test_an_allocator_without_such_segments_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(settings: str) -> None:
+        raise RuntimeError("not supported by this allocator")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert not let_segments_grow()

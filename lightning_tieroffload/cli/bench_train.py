@@ -126,7 +126,7 @@ def _in_a_process(job: dict[str, Any]) -> dict[str, Any]:
         environment |= {"ACCELERATE_USE_TIEROFFLOAD": "true", "TIEROFFLOAD_CONFIG": job["config"]}
     done = subprocess.run(
         [sys.executable, "-m", "lightning_tieroffload.cli.bench_train", json.dumps(job)],
-        stdout=subprocess.PIPE, text=True, check=False,
+        stdout=subprocess.PIPE, text=True, check=False, env=environment,
     )  # fmt: skip
     if done.returncode != 0:
         raise ConfigError(f"the {job['face']} run failed with exit code {done.returncode}; its messages are above.")
