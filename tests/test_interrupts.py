@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import threading
 import time
+import types
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from exactness import assert_ordinary, same_bits, seed_all, take_down
 from loopkit import mlp
 from striking import Strike
@@ -17,7 +20,9 @@ from torch import nn
 
 import lightning_tieroffload as tieroffload
 from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.offload_engine import engine_of
+from lightning_tieroffload.engine.saved import push_hooks
 from lightning_tieroffload.memory.arena import PinnedArena
 
 SETTINGS: dict[str, Any] = {
@@ -76,6 +81,7 @@ def _strike(at: int, plain: tuple[list[dict[str, Any]], dict[str, Any]], **setti
         engine = engine_of(model)
     assert engine is not None
     engine.reset()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     for key, value in model.state_dict().items():  # each is whole: what some step left, never half of one
         assert any(same_bits(value, each[key]) for each in boundaries), key
     engine.adopt_optimizer(optimizer)
@@ -124,6 +130,40 @@ def test_con_04_ctrl_c_in_the_engines_own_code(variant: str, plain: Any, one_thr
     """CON-04: SIGINT at 5 seeded places of attach and fit: ends at once, whole values, and a next fit is exact."""
     for at in _places(plain, VARIANTS[variant], 5):
         _strike(at, plain, **VARIANTS[variant])
+
+
+def test_ctrl_c_while_a_gradient_is_born(plain: Any, one_thread: None) -> None:
+    """At each place of the hook that charges it: what is charged afterwards is what is there."""
+    lines, start = inspect.getsourcelines(Gradients.on_born)
+    own = range(start, start + len(lines))
+    by_place: dict[Any, int] = {}
+    for at, (file, line, index) in enumerate(_strike(0, plain).places, 1):
+        if file == "engine/gradients.py" and line in own:
+            by_place[line, index] = at
+    assert len(by_place) > 10
+    for at in by_place.values():
+        _strike(at, plain)
+
+
+def test_hooks_that_ctrl_c_left_are_taken_off() -> None:
+    """Pushed, and struck before anybody knew: the engine's own and a checkpoint's, over those of an open context."""
+    model, optimizer = _build()
+    tieroffload.offload(model, optimizer, **SETTINGS)
+    engine = engine_of(model)
+    assert engine is not None
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with torch.autograd.graph.save_on_cpu():
+        users = top(True)
+        torch._C._autograd._push_saved_tensors_default_hooks(*_checkpoints_pair())
+        assert push_hooks(engine.space, engine.gradients.on_unpack)
+        engine.reset()
+        assert top(True) == users
+    engine.close()
+
+
+def _checkpoints_pair() -> Any:
+    hooks = torch.utils.checkpoint._checkpoint_hook(types.SimpleNamespace(unpack_error_cb=None))
+    return hooks.pack_hook, hooks.unpack_hook
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ from lightning_tieroffload.engine.params import AutocastParameter, ComputeParame
 from lightning_tieroffload.engine.planner import Planner
 from lightning_tieroffload.engine.profiler import Profiler, largest_numel
 from lightning_tieroffload.engine.recompute import Recompute, Region
-from lightning_tieroffload.engine.saved import hooks_are_ours, pop_hooks, push_hooks
+from lightning_tieroffload.engine.saved import hooks_are_ours, pop_hooks, pop_left_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import Part, UnitState
 from lightning_tieroffload.engine.wire import wire_dtype
 from lightning_tieroffload.planning.cost_model import ActivationChoice
@@ -410,6 +410,7 @@ class ModuleHooks:
         frames = self._frames()
         while frames:
             self._close(frames.pop())
+        pop_left_hooks(self._space)
 
     def add(self, module: nn.Module, units: tuple[UnitState, ...]) -> None:
         """Open a window over ``units`` around the module's forward."""

@@ -36,7 +36,7 @@ from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.unit_state import Form, Part
 from lightning_tieroffload.sizes import format_nbytes
 
-__all__ = ["SavedHooks", "checkpoint_hooks", "hooks_are_ours", "pop_hooks", "push_hooks"]
+__all__ = ["SavedHooks", "checkpoint_hooks", "hooks_are_ours", "pop_hooks", "pop_left_hooks", "push_hooks"]
 
 
 OnUnpack = Callable[[Part], None]
@@ -300,3 +300,16 @@ def checkpoint_hooks() -> Pair | None:
 
 def pop_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def pop_left_hooks(space: DeviceSpace) -> None:
+    """After an exception: hooks of ``space`` and of checkpoints that Ctrl-C has left, struck before anybody noted them.
+
+    Whatever else is on top is in a context of the user's, which is open still.
+    """
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        owner = getattr(top[0], "__self__", None)
+        is_ours = isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage
+        if not is_ours and not any(_is_torchs(top, name) for name in ("_checkpoint_hook.", "_recomputation_hook.")):
+            return
+        pop_hooks()
