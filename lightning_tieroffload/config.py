@@ -44,6 +44,7 @@ __all__ = [
     "CUDA_DEVICE_FRAC",
     "ResolvedBudgets",
     "TierOffloadConfig",
+    "cuda_allocator_is_tuned",
     "local_world_size",
     "malloc_is_tuned",
     "refuse_what_is_not_there",
@@ -463,6 +464,11 @@ class ResolvedBudgets:
 def visible_devices(environ: Mapping[str, str] | None = None) -> str | None:
     """`CUDA_VISIBLE_DEVICES` as it is, None where it is not set: which GPU of the host device 0 of this process is."""
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+
+
+def cuda_allocator_is_tuned() -> bool:
+    """Whether the environment sets CUDA's allocator up, so that this is not ours to do."""
+    return any(os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
 
 
 def malloc_is_tuned() -> bool:

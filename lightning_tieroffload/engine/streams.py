@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import os
 import random
 import statistics
 import threading
@@ -27,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_tieroffload.config import cuda_allocator_is_tuned
 from lightning_tieroffload.errors import TransferTimeoutError
 from lightning_tieroffload.sizes import format_nbytes
 from lightning_tieroffload.trace import TraceRecorder
@@ -427,7 +427,6 @@ class CudaStreams:
             self._in_flight.clear()
 
 
-_SEGMENT_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SETTERS = (
     "_accelerator_setAllocatorSettings",
     "_cuda_cudaCachingAllocator_set_allocator_settings",
@@ -441,7 +440,7 @@ def let_segments_grow() -> bool:
     of 24 in one run, which ended for lack of 0.3. Applies to the whole process; either variable of torch's, with
     whatever value, keeps us from it (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False``).
     """
-    if any(os.environ.get(name) for name in _SEGMENT_VARIABLES):
+    if cuda_allocator_is_tuned():
         return False
     try:
         change = next(found for name in _SETTERS if (found := getattr(torch._C, name, None)) is not None)
