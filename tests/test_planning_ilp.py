@@ -289,6 +289,24 @@ def test_a_solver_failure_without_any_plan_says_so(monkeypatch: pytest.MonkeyPat
     assert not isinstance(caught.value, InfeasiblePlanError)
 
 
+@pytest.mark.parametrize("num_units", [3, 12], ids=["exact", "long"])
+@pytest.mark.parametrize("error", [ValueError("vector::reserve"), RuntimeError("HiGHS"), MemoryError()])
+def test_a_solver_that_throws_leaves_the_other_planners(
+    num_units: int, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HiGHS's C++ throws now and then; a training run must not end for it."""
+
+    def throws(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    instance = instance_of(chain(num_units), 0.6 * num_units * 1600 * MiB)
+    for name in ("milp", "linprog"):
+        monkeypatch.setattr(scipy.optimize, name, throws)
+    for plan in (solve(instance, forecast=False), solver.best_plan(instance)):
+        check_plan(instance, plan)
+        assert plan.step_s == pytest.approx(min(c.step_s for c in solver._baseline_candidates(instance)), rel=0.5)
+
+
 # --------------------------------------------------------------------------------------------------------- infeasible
 
 

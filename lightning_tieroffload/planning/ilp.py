@@ -32,8 +32,9 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import scipy.optimize
@@ -52,6 +53,7 @@ _LEADING_PIECES = (1, 1, 2)
 _NUM_EVEN_PIECES = 4
 _NUM_KEPT_OPTIONS = 2
 _NODE_LIMIT = 100
+_BROKE_DOWN = 4  # scipy's code for numerical difficulties
 _MAX_RETRIES = 4
 _TIME_SCALE = 1000.0
 """The compute-only step in the solver's unit of time: HiGHS stops at an absolute gap of 1e-6, so this is 1e-9 of it."""
@@ -208,7 +210,8 @@ class _Programme:
             options["node_limit"] = node_limit
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", category=RuntimeWarning)
-            return scipy.optimize.milp(
+            return _solved(
+                scipy.optimize.milp,
                 self._cost(),
                 integrality=np.array(self.integral),
                 bounds=scipy.optimize.Bounds(np.array(self.lower), np.array(self.upper)),
@@ -221,7 +224,8 @@ class _Programme:
         matrix, low, high = self._matrix(), np.array(self._row_lower), np.array(self._row_upper)
         equal = low == high
         at_most, at_least = ~equal & np.isfinite(high), ~equal & np.isfinite(low)
-        return scipy.optimize.linprog(
+        return _solved(
+            scipy.optimize.linprog,
             self._cost(),
             A_ub=scipy.sparse.vstack([matrix[at_most], -matrix[at_least]]),
             b_ub=np.concatenate([high[at_most], -low[at_least]]),
@@ -502,6 +506,15 @@ class _Builder:
                 for unit, option in zip(group.units, dealt, strict=True):
                     picks[unit] = option
         return tuple(picks)
+
+
+def _solved(solver: Callable[..., Any], *args: Any, **kwargs: Any) -> scipy.optimize.OptimizeResult:
+    """What the solver answers. Where it breaks down (HiGHS may, "vector::reserve"), that is its answer: no solution."""
+    try:
+        return solver(*args, **kwargs)
+    except Exception as error:  # whatever its C++ throws: there are other planners, and a run that goes on
+        message = f"the solver broke down: {type(error).__name__}: {error}"
+        return scipy.optimize.OptimizeResult(x=None, status=_BROKE_DOWN, message=message)
 
 
 def solve_programme(
