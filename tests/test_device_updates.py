@@ -21,6 +21,7 @@ from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
 from lightning_tieroffload.engine.optimizer import Updates
 from lightning_tieroffload.errors import UnsupportedError
 from lightning_tieroffload.kernels.pool import KernelPool
+from lightning_tieroffload.planning.cost_model import UpdatePlace
 
 
 class Net(nn.Module):
@@ -641,3 +642,35 @@ def test_weights_that_are_needed_first_go_first_through_the_kernels(is_deferred:
     weights = [priority for priority in submitted if priority < engine_optimizer._MOMENTS_PRIORITY]
     assert len(set(weights)) > 1
     assert len(submitted) == len(weights) * (2 if is_deferred else 1)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_units_that_are_kept_have_room_for_their_sums(autocast: bool) -> None:
+    """Where gradients accumulate, sums are kept in full width, newborn ones beside them, and no state makes way."""
+    numel, num_steps = 128 * 128 + 128, 6
+    num_kept = set()
+    for budget in range(2_000_000, 7_000_000, 1_000_000):
+        with one_thread():
+            seed_all(0)
+            model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(24)])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            engine = attach(
+                model, optimizer, Variant(budget=budget), optimizer_kernel="numba", update_on="device", profile_steps=0
+            )
+            down_nbytes = []
+            for x in batches(num_steps, 8, 128):
+                for part in x.chunk(2):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        loss = model(part).float().square().mean()
+                    loss.backward()
+                on_cpu = [unit for unit in engine.units if unit.choice.update_on is not UpdatePlace.DEVICE]
+                optimizer.step()
+                optimizer.zero_grad()
+                engine.flush()
+                down_nbytes.append(engine.space.moved_nbytes["d2h"])
+            num_kept.add(len(on_cpu))
+            # A first gradient, in 16 bits under autocast, and the sum.
+            assert down_nbytes[-1] - down_nbytes[-2] == len(on_cpu) * numel * (6 if autocast else 8), budget
+            assert engine.report()["tiers"]["device"]["peak_nbytes"] <= budget
+            engine.close()
+    assert len(num_kept) == 5

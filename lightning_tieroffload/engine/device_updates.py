@@ -310,15 +310,18 @@ def _need_nbytes(units: Sequence[UnitState], chosen: set[UnitState], prefetch_un
     kept_nbytes = around_nbytes = window_nbytes = newborn_nbytes = 0
     for unit in units:
         compute_nbytes = sum(part.nbytes for part in unit.parts_for(unit.wire.dtype if unit.wire else None))
-        is_narrow = {slot: unit.wire is not None and slot.castable for slot in unit.slots if slot.param.requires_grad}
+        has_sums = unit.has_accumulated
+        is_wire = {slot: unit.wire is not None and slot.castable for slot in unit.slots if slot.param.requires_grad}
         if unit in chosen:
             kept_nbytes += compute_nbytes + (unit.low.nbytes if unit.low is not None else 0)
-            for slot, narrow in is_narrow.items():
-                kept_nbytes += 2 * round_up(4 * slot.numel, 512) + slot.numel * (2 if narrow else 4)
-            # Newborn in full width beside the narrow form that is kept; one that is not narrowed is kept itself.
-            newborn_nbytes = max(newborn_nbytes, sum(slot.nbytes for slot, narrow in is_narrow.items() if narrow))
+            for slot, is_narrow in is_wire.items():  # sums are kept in full width
+                kept_nbytes += 2 * round_up(4 * slot.numel, 512) + slot.numel * (2 if is_narrow and not has_sums else 4)
+            # Newborn in full width beside the narrow form or the sum that is kept; else what is born is kept itself.
+            beside_nbytes = sum(slot.nbytes for slot, is_narrow in is_wire.items() if is_narrow or has_sums)
+            newborn_nbytes = max(newborn_nbytes, beside_nbytes)
             continue
-        newborn_nbytes = max(newborn_nbytes, 2 * unit.grad_nbytes)  # newborn, and on their way down
+        # Newborn, on their way down, and where there are sums what comes up to be added to.
+        newborn_nbytes = max(newborn_nbytes, (3 if has_sums else 2) * unit.grad_nbytes)
         if unit.is_spanning:
             around_nbytes += compute_nbytes
         else:

@@ -214,8 +214,7 @@ class Gradients:
             record.ticket.wait()
             before = self.raw_host(slot)
             self._admit(slot, None)
-            if record.is_wire:
-                unit.has_accumulated = True
+            unit.has_accumulated = True
             record.is_wire = False  # a sum of 16-bit gradients does not fit 16 bits
             target = unit.host_grad(slot)
             if before.data_ptr() == target.data_ptr() and before.dtype == target.dtype:
@@ -274,6 +273,7 @@ class Gradients:
                 if not self._space.make_room(slot.nbytes, keep=slot.unit, what="gradient", must=False):
                     return False
                 record.kept, record.is_wire = before.to(slot.dtype), False
+            slot.unit.has_accumulated = True
             assert record.kept is not None
             record.kept.add_(grad)
         record.norms = {}

@@ -224,7 +224,7 @@ class _Core:
         if not self._updates_on_device():
             return
         units = self.space.units
-        key = tuple((unit.index, unit.wire_state, unit.grad_nbytes) for unit in units)
+        key = tuple((unit.index, unit.wire_state, unit.grad_nbytes, unit.has_accumulated) for unit in units)
         if key != self._planned_for:
             self._planned_for = key
             budget_nbytes = self.space.ledger[Tier.DEVICE].budget_nbytes

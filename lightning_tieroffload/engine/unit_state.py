@@ -693,7 +693,7 @@ class UnitState:
         self.home_update: Any = None  # ticket of what of it writes the home
         # gradients
         self.grads = [GradRecord() for _ in self.slots]
-        self.has_accumulated = False  # gradients that came in 16 bits were added up
+        self.has_accumulated = False  # gradients were added up
         self._host_grads: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._grad_arenas: dict[tuple[int, torch.dtype], PinnedArena] = {}
         self.born: list[ParamSlot] = []  # gradients that autograd has finished but that have not left yet
