@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -280,42 +281,56 @@ def _mm_only(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
     return CheckpointPolicy.MUST_SAVE if is_mm else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _casts_only(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_cast = op is torch.ops.aten._to_copy.default
+    return CheckpointPolicy.MUST_SAVE if is_cast else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 POLICIES: dict[str, Any] = {
     "what multiplies": _mm_only,
     "everything": lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE,
     "rather everything": lambda *args, **kwargs: CheckpointPolicy.PREFER_SAVE,
+    "casts": _casts_only,
+    "nothing": lambda *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE,
 }
 
 
 class Selective(nn.Module):
     """A selective checkpoint: its dispatch mode keeps what operations returned and numbers them."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, autocast: str) -> None:
         super().__init__()
         self.contexts = functools.partial(create_selective_checkpoint_contexts, POLICIES[policy])
+        self.autocast = autocast
         self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x))) + (self.first.weight**2).sum() * 1e-2
+        with torch.autocast("cpu", torch.bfloat16) if self.autocast == "within" else contextlib.nullcontext():
+            y = self.second(torch.tanh(self.first(x)))
+        return y + (self.first.weight**2).sum() * 1e-2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.compute, x, use_reentrant=False, context_fn=self.contexts)  # type: ignore[no-any-return]
+        y = checkpoint(self.compute, x, use_reentrant=False, context_fn=self.contexts)
+        after = self.first(x) if self.autocast == "goes on" else 0.0  # by the cast that the checkpoint's mode has seen
+        return y + after  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize(
+    ("autocast", "activations"),
+    [("none", "keep"), ("around", "keep"), ("around", "recompute"), ("within", "keep"), ("goes on", "recompute")],
+)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_selective_checkpoints_do_not_see_the_engine(policy: str, is_autocast: bool, activations: str) -> None:
-    """No operation of the engine's is among those that are kept and found again."""
+def test_selective_checkpoints_do_not_see_the_engine(policy: str, autocast: str, activations: str) -> None:
+    """No operation of the engine's is among those that are kept and found again, and autocast's casts are."""
 
     def make() -> Any:
-        model = nn.Sequential(*(Selective(policy) for _ in range(2)))
+        model = nn.Sequential(*(Selective(policy, autocast) for _ in range(2)))
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def loop(model: Any, optimizer: Any, look: Any) -> None:
         for x in batches(3, 8, 16):
             for half in x.chunk(2):
-                with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast in ("around", "goes on")):
                     loss = (model(half).float() ** 2).mean()
                 loss.backward()
             optimizer.step()

@@ -48,7 +48,7 @@ from lightning_tieroffload.residency import Ledger, ResidencyTable
 from lightning_tieroffload.sizes import format_nbytes
 from lightning_tieroffload.trace import TraceRecorder
 
-__all__ = ["DeviceSpace", "is_in_transform", "outside_transforms"]
+__all__ = ["DeviceSpace", "is_in_transform", "is_seen", "outside_transforms"]
 
 _OTHERS_READ_S = 1.0
 
@@ -56,6 +56,15 @@ _OTHERS_READ_S = 1.0
 def is_in_transform() -> bool:
     """Whether the call comes from inside a ``torch.func`` transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_seen() -> bool:
+    """Whether a dispatch mode of others sees the operations of this thread. See [Note: modes of others]."""
+    num_modes = torch._C._len_torch_dispatch_stack()
+    if num_modes == 0:
+        return False
+    modes = [torch._C._get_dispatch_stack_at(index) for index in range(num_modes)]
+    return not all(getattr(type(mode), "is_engines", False) for mode in modes)
 
 
 @contextlib.contextmanager
@@ -1002,7 +1011,8 @@ class DeviceSpace:
 
     def _open_window(self, unit: UnitState, phase: Phase, wire_dtype: torch.dtype | None) -> list[Part]:
         with self.lock:
-            parts = unit.parts_for(None if unit.is_compiled else wire_dtype)
+            is_wide = unit.is_compiled or (wire_dtype is not None and not unit.has_casts and is_seen())
+            parts = unit.parts_for(None if is_wide else wire_dtype)
             if unit.num_windows > 0 and unit.open_parts == parts:
                 # A module inside one that is open: nothing to fetch, nothing to learn.
                 self._count_window(unit, phase)
@@ -1013,7 +1023,7 @@ class DeviceSpace:
             if unit.num_windows > 0:
                 # The class that the parameters wear is the outermost window's, and that one may close first (threads).
                 parts = list(dict.fromkeys([*parts, *(unit.open_parts or ())]))
-            self.wire_dtype = wire_dtype
+            self.wire_dtype = None if is_wide and not unit.is_compiled else wire_dtype
             self.note_use(unit, phase, parts)
             self._reclaim()
             for part in parts:

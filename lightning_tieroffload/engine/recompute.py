@@ -247,6 +247,8 @@ class _Aside(TorchFunctionMode):
 class Watch(TorchDispatchMode):
     """Sees every operation of one forward. ``why`` says what makes a second run visible."""
 
+    is_engines = True
+
     def __init__(self, may_write: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.why: str | None = None

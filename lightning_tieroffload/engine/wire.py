@@ -14,6 +14,10 @@ Autocast's cache makes one cast of a weight serve every use until the outermost 
 are summed in 16 bits, gradients of different casts in fp32. A stand-in lives just as long, so that both sums are the
 plain run's; a pass with several casts, or with another use beside them, sends its gradient in fp32.
 
+[Note: modes of others] A dispatch mode of somebody else's may count casts, keep them and find them again (a selective
+checkpoint's does) or put something else in their place. So autocast itself makes those that begin beneath one, of the
+fp32 weight; a stand-in that is alive by then goes on, as a cached cast would, and no mode sees one made.
+
 [Note: updates inside autocast] A cached cast outlives an update: what follows in the same context, as in Lightning's
 manual optimization, computes with the old weights. A stand-in's memory is fetched anew and would give the new ones. So
 where a step or a write comes while stand-ins live, they get memory of their own, with the old bits, outside the budget
@@ -29,7 +33,7 @@ from typing import Any
 
 import torch
 
-from lightning_tieroffload.engine.device_space import DeviceSpace, is_in_transform, outside_transforms
+from lightning_tieroffload.engine.device_space import DeviceSpace, is_in_transform, is_seen, outside_transforms
 from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.unit_state import Kept, UnitState, WireState
 from lightning_tieroffload.errors import UnsupportedError
@@ -77,7 +81,8 @@ class _WireCast(torch.autograd.Function):
 
 def _is_leased_narrow(unit: UnitState) -> bool:
     """Whether the open window has leased the wire part, and nobody can have written to the weight since."""
-    return unit.wire_state is WireState.READY and not unit.is_wire_refused
+    is_leased = unit.open_parts is not None and unit.wire in unit.open_parts
+    return is_leased and unit.wire_state is WireState.READY and not unit.is_wire_refused
 
 
 class Wire:
@@ -116,7 +121,14 @@ class Wire:
         # In torch.func transforms autocast sees what they make of a function, and shares no casts with the rest.
         cast_dtype = dtype if func in _CASTING and not is_in_transform() else None
         if cast_dtype is not None:
-            cast = [slot for slot in castable if self._used(slot, cast_dtype) and self._has_wire(slot, cast_dtype)]
+            begun = (
+                [slot for slot in castable if slot in self._casts or slot in self._outdated] if is_seen() else castable
+            )
+            cast = [slot for slot in begun if self._used(slot, cast_dtype) and self._has_wire(slot, cast_dtype)]
+            if torch.is_grad_enabled():
+                for slot in castable:
+                    if slot not in cast:  # its gradient is summed with those of stand-ins in fp32
+                        slot.is_mixed = slot.was_mixed = True
             if len(cast) == len(castable) and all(_is_leased_narrow(slot.unit) for slot in castable):
                 return run()
         elif torch.is_grad_enabled() or dtype is not None:
