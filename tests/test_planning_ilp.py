@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
 import math
@@ -305,6 +306,30 @@ def test_a_solver_that_throws_leaves_the_other_planners(
     for plan in (solve(instance, forecast=False), solver.best_plan(instance)):
         check_plan(instance, plan)
         assert plan.step_s == pytest.approx(min(c.step_s for c in solver._baseline_candidates(instance)), rel=0.5)
+
+
+def test_what_the_solver_prints_is_not_on_stdout(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """HiGHS has such lines; stdout may be JSON."""
+    real = scipy.optimize.milp
+
+    def talks(*args: Any, **kwargs: Any) -> Any:
+        ctypes.CDLL(None).puts(b"a line from C")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(scipy.optimize, "milp", talks)
+    print("before")
+    solve(_tight(), forecast=False)
+    print("after")
+    out, err = capfd.readouterr()
+    assert out == "before\nafter\n"
+    assert "a line from C" in err
+
+
+def test_solving_needs_no_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    check_plan(_tight(), solve(_tight(), forecast=False))
 
 
 # --------------------------------------------------------------------------------------------------------- infeasible

@@ -26,13 +26,17 @@ that equals its neighbour's plus this segment's share makes the matrix linear in
 from __future__ import annotations
 
 import collections
+import contextlib
+import ctypes
 import dataclasses
 import enum
 import itertools
 import math
+import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -508,10 +512,31 @@ class _Builder:
         return tuple(picks)
 
 
+@contextlib.contextmanager
+def _prints_to_stderr() -> Iterator[None]:
+    """HiGHS prints a line of its own to the process's stdout now and then, where a user's output or JSON goes."""
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except (OSError, ValueError, AttributeError):  # there is no stdout
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            os.dup2(2, 1)
+        yield
+    finally:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).fflush(None)  # what C's own buffer holds would come out later
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _solved(solver: Callable[..., Any], *args: Any, **kwargs: Any) -> scipy.optimize.OptimizeResult:
     """What the solver answers. Where it breaks down (HiGHS may, "vector::reserve"), that is its answer: no solution."""
     try:
-        return solver(*args, **kwargs)
+        with _prints_to_stderr():
+            return solver(*args, **kwargs)
     except Exception as error:  # whatever its C++ throws: there are other planners, and a run that goes on
         message = f"the solver broke down: {type(error).__name__}: {error}"
         return scipy.optimize.OptimizeResult(x=None, status=_BROKE_DOWN, message=message)
