@@ -31,14 +31,16 @@ from torch import nn
 
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.config import TierOffloadConfig
+from lightning_tieroffload.engine import instance_maker
 from lightning_tieroffload.engine import planner as engine_planner
 from lightning_tieroffload.engine import profiler as engine_profiler
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
+from lightning_tieroffload.engine.placement import placement_key
 from lightning_tieroffload.engine.planner import Planner
 from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape
 from lightning_tieroffload.planning.cost_model import ActivationChoice
-from lightning_tieroffload.planning.plan import Plan
+from lightning_tieroffload.planning.plan import Plan, alive_peak_nbytes
 from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME, Profile
 from lightning_tieroffload.sizes import KiB
 
@@ -710,7 +712,7 @@ def test_a_plan_is_no_worse_than_the_fixed_policy(budget: int, activations: str)
     plan = planner.plan
     assert plan is not None
     assert planner.profile is not None
-    trusted, others = planner._fixed_plans(planner._instance(planner.profile))
+    trusted, others = planner._search()._fixed_plans(planner._instances.make(planner.profile))
     fixed = [each for each in (trusted, *others) if each is not None]
     assert plan.forecast.step_s <= min(each.forecast.step_s for each in fixed) * 1.04
     if activations == "keep":
@@ -785,8 +787,8 @@ def test_offload_is_declined_where_the_transfer_shows(bytes_per_s: float, wanted
         planner.profile.machine, h2d_bytes_per_s=bytes_per_s, d2h_bytes_per_s=bytes_per_s, overlap_loss_frac=0.02
     )
     planner._cannot_recompute.add(engine.units[2])
-    instance = planner._instance(dataclasses.replace(planner.profile, machine=machine))
-    options = planner._without_declined(instance).options
+    instance = planner._instances.make(dataclasses.replace(planner.profile, machine=machine))
+    options = planner._search()._without_declined(instance).options
     assert options is not None
     for unit, codes in zip(instance.units, options, strict=True):
         has_offload = any(code.endswith("offload-dram") for code in codes)
@@ -812,7 +814,8 @@ class _OnCuda:
 
 def _planner_on_cuda(engine: OffloadEngine) -> Any:
     planner: Any = engine.core.planner
-    planner._space = _OnCuda(engine.core.space)
+    for part in (planner, planner._profiles, planner._instances):
+        part._space = _OnCuda(engine.core.space)
     return planner
 
 
@@ -821,20 +824,20 @@ def test_without_a_budget_plans_count_with_the_whole_gpu() -> None:
     engine = trained(loop=mlp_steps(4), budget=300 * KiB)
     planner = _planner_on_cuda(engine)
     account = engine.core.space.ledger[Tier.DEVICE]
-    planner._beside_nbytes = 10 * KiB
+    lines = tuple(dataclasses.replace(line, workspace_nbytes=10 * KiB) for line in planner.profile.units)
     for budget, is_whole in ((300 * KiB, False), ("auto", True)):
-        planner._config = planner._config.replaced(device_budget=budget)
+        planner._instances._config = planner._config.replaced(device_budget=budget)
         account.budget_nbytes = 300 * KiB
-        instance = planner._instance(planner.profile)
-        whole_nbytes = int(engine_planner._ALLOCATED_FRAC * 300 * KiB / engine_planner.CUDA_DEVICE_FRAC)
+        instance = planner._instances.make(dataclasses.replace(planner.profile, units=lines))
+        whole_nbytes = int(instance_maker._ALLOCATED_FRAC * 300 * KiB / instance_maker.CUDA_DEVICE_FRAC)
         assert instance.device_budget_nbytes == (whole_nbytes - 10 * KiB if is_whole else 300 * KiB)
-        plan = planner._solve(instance)
+        plan = planner._search().plan(instance)
         planner._leave_room(instance, plan)
-        kept_nbytes = engine_planner._activation_nbytes(instance.units, [line.choice for line in plan.units])
+        kept_nbytes = alive_peak_nbytes(instance.units, [line.choice for line in plan.units])
         room_nbytes = account.budget_nbytes - planner._space.kept_nbytes
         assert room_nbytes + kept_nbytes <= max(instance.device_budget_nbytes, plan.peak_nbytes) + 1
         assert (account.budget_nbytes > 300 * KiB) == is_whole
-        assert planner._with_peak(plan).forecast.device_peak_nbytes <= room_nbytes + kept_nbytes
+        assert planner._with_peak(planner.profile, plan).forecast.device_peak_nbytes <= room_nbytes + kept_nbytes
     engine.close()
 
 
@@ -845,11 +848,11 @@ def test_rates_of_updates_beside_a_gpu() -> None:
     profiler, record = engine.core.profiler, engine_profiler._Update
     machine = planner.profile.machine
     profiler._updates = [record(0, 100, 0.0, 1.0, False)]
-    assumed = planner._with_update_rates(machine)
+    assumed = planner._profiles._with_update_rates(machine)
     assert assumed.cpu_update_numel_per_s <= machine.cpu_update_numel_per_s
     assert assumed.moments_later_frac == 1.0
     profiler._updates += [record(1, 100, 2.0, 4.0, False), record(1, 100, 4.0, 5.0, True)]
-    seen = planner._with_update_rates(machine)
+    seen = planner._profiles._with_update_rates(machine)
     assert seen.cpu_update_numel_per_s == pytest.approx(50.0)
     assert seen.moments_later_frac == pytest.approx(0.5)
     assert seen.device_update_numel_per_s == machine.device_update_numel_per_s
@@ -893,18 +896,16 @@ def test_a_plan_that_turns_out_slower_than_what_was_there_gives_way() -> None:
     engine = trained(loop=mlp_steps(8), budget=200 * KiB, activations="keep", **settings)
     planner = engine.core.planner
     assert planner.profile is not None
-    instance = planner._instance(planner.profile)
-    trusted, _ = planner._fixed_plans(instance)
+    instance = planner._instances.make(planner.profile)
+    trusted, _ = planner._search()._fixed_plans(instance)
     assert trusted is not None
     lines = [(line.name, line.choice) for line in trusted.units]
-    planner._measured_s[engine_planner._placement_key(lines)] = trusted.forecast.step_s / 10
-    chosen = planner._solve(instance)
-    assert engine_planner._placement_key((line.name, line.choice) for line in chosen.units) == (
-        engine_planner._placement_key(lines)
-    )
+    planner._measured_s[placement_key(lines)] = trusted.forecast.step_s / 10
+    chosen = planner._search().plan(instance)
+    assert placement_key((line.name, line.choice) for line in chosen.units) == (placement_key(lines))
     assert chosen.forecast.step_s == trusted.forecast.step_s / 10
     planner._growth = 2.0  # of another batch nothing is known
-    assert planner._solve(instance).forecast.step_s > trusted.forecast.step_s / 10
+    assert planner._search().plan(instance).forecast.step_s > trusted.forecast.step_s / 10
     engine.close()
 
 
@@ -912,10 +913,11 @@ def test_a_placement_of_the_engines_own_fetches_as_far_ahead_as_fits() -> None:
     engine = trained(loop=mlp_steps(4), budget=200 * KiB, activations="keep")
     planner = engine.core.planner
     assert planner.profile is not None
-    instance = dataclasses.replace(planner._instance(planner.profile), prefetch_units=(3, 1))
-    picks = planner._leaving(instance)[0]
-    assert planner._plan_of(instance, picks, note="").prefetch_units == 3
-    need_nbytes = planner._plan_of(instance, picks, note="").peak_nbytes
+    instance = dataclasses.replace(planner._instances.make(planner.profile), prefetch_units=(3, 1))
+    search = planner._search()
+    picks = search._leaving(instance)[0]
+    assert search._plan_of(instance, picks, note="").prefetch_units == 3
+    need_nbytes = search._plan_of(instance, picks, note="").peak_nbytes
     tight_nbytes = need_nbytes - engine.units[0].nbytes
-    assert planner._plan_of(instance.with_budget(Tier.DEVICE, tight_nbytes), picks, note="").prefetch_units == 1
+    assert search._plan_of(instance.with_budget(Tier.DEVICE, tight_nbytes), picks, note="").prefetch_units == 1
     engine.close()

@@ -41,6 +41,17 @@ def test_profile_is_reused_only_for_its_model_batch_and_machine() -> None:
     assert profile.matches(slower, "8x2048", profile.machine.name), "measured seconds are no part of the shape"
 
 
+def test_a_larger_batch_has_activations_and_seconds_in_proportion() -> None:
+    """Parameters, gradients and state stay; and as large as before is the same profile."""
+    profile = _profile()
+    line, grown = profile.units[0], profile.grown(1.5).units[0]
+    assert profile.grown(1.0) == profile
+    assert grown.activation_nbytes == round(1.5 * line.activation_nbytes)
+    assert grown.forward_s == 1.5 * line.forward_s
+    assert grown.recompute_s == (None if line.recompute_s is None else 1.5 * line.recompute_s)
+    assert profile.grown(1.5).matches(profile.units, profile.batch_key, profile.machine.name)
+
+
 def test_profile_that_was_edited_or_is_of_another_format_is_refused(tmp_path: Path) -> None:
     raw = _profile().to_json()
     edited = json.loads(json.dumps(raw))

@@ -16,7 +16,13 @@ from lightning_tieroffload.planning.cost_model import (
     Choice,
     UpdatePlace,
 )
-from lightning_tieroffload.planning.plan import check_plan, held_peak_nbytes
+from lightning_tieroffload.planning.plan import (
+    AliveActivations,
+    alive_activations,
+    alive_peak_nbytes,
+    check_plan,
+    held_peak_nbytes,
+)
 from lightning_tieroffload.planning.profile import MachineProfile
 from lightning_tieroffload.planning.simulator import rank_plans, simulate, simulate_jobs
 from lightning_tieroffload.planning.timeline import BandwidthTimeline, Job, Lane, jobs_of_steps, lifetimes
@@ -285,6 +291,20 @@ def _line(name: str, **fields: Any) -> UnitProfile:
         "boundary_nbytes": 100, "forward_s": 1.0, "backward_s": 1.0, "newborn_grad_nbytes": 40,
     } | fields  # fmt: skip
     return UnitProfile(name=name, **values)
+
+
+def test_activations_that_are_alive_at_each_unit() -> None:
+    """By hand: what stays adds up, what a backward brings back is one unit's, or two where one is fetched ahead."""
+    kept, again, away = (
+        Choice(DRAM, DRAM, DRAM, UpdatePlace.CPU, activation)
+        for activation in (ActivationChoice.KEEP, ActivationChoice.RECOMPUTE, ActivationChoice.OFFLOAD_DRAM)
+    )
+    units = [_line("a"), _line("b"), _line("c"), _line("d", activation_nbytes=50)]  # its input weighs no more than all
+    assert list(alive_activations(units, [kept, again, away, again])) == [
+        AliveActivations(1000, 0), AliveActivations(1100, 900), AliveActivations(1100, 1000), AliveActivations(1150, 0)
+    ]  # fmt: skip
+    assert alive_peak_nbytes(units, [kept, again, away, again]) == 1150 + 2 * 1000
+    assert alive_peak_nbytes(units, [kept, again, kept, again]) == 2150 + 900
 
 
 def test_what_a_run_will_hold() -> None:

@@ -44,7 +44,8 @@ from lightning_tieroffload.engine.params import (
     set_raw_data,
     set_raw_grad,
 )
-from lightning_tieroffload.engine.planner import Placement, Planner, homes_of
+from lightning_tieroffload.engine.placement import Placement, homes_of
+from lightning_tieroffload.engine.planner import Planner
 from lightning_tieroffload.engine.profiler import Profiler
 from lightning_tieroffload.engine.reach import inner_optimizers
 from lightning_tieroffload.engine.saved import pop_hooks, push_hooks

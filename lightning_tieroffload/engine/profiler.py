@@ -1,7 +1,7 @@
 """Floor 5. What a step costs, unit by unit: seconds, saved bytes, uses. Measured by hooks, while training goes on.
 
-Owns the figures of the steps that it watched, and the rates of the links. Decides nothing: ``engine/planner.py`` makes
-a ``Profile`` of it.
+Owns the figures of the steps that it watched, and the rates of the links. Decides nothing:
+``engine/profile_maker.py`` makes a ``Profile`` of it.
 
 [Note: whose seconds] Time is cut at each event (a unit's forward begins or ends, its backward begins, backward ends)
 and each piece belongs to what ran then: one unit's forward, backward or second forward, or nothing of ours (loss,

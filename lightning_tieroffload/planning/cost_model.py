@@ -86,6 +86,10 @@ class ActivationChoice(enum.Enum):
     OFFLOAD_DRAM = "offload-dram"
     OFFLOAD_NVME = "offload-nvme"
 
+    @property
+    def is_offloaded(self) -> bool:
+        return self in (ActivationChoice.OFFLOAD_DRAM, ActivationChoice.OFFLOAD_NVME)
+
 
 ACTIVATION_CHOICES = tuple(ActivationChoice)
 

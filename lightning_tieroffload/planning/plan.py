@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,17 @@ from lightning_tieroffload.whole_file import write_whole
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Forecast", "Plan", "UnitPlan", "check_plan", "held_peak_nbytes", "plan_of"]
+__all__ = [
+    "AliveActivations",
+    "Forecast",
+    "Plan",
+    "UnitPlan",
+    "alive_activations",
+    "alive_peak_nbytes",
+    "check_plan",
+    "held_peak_nbytes",
+    "plan_of",
+]
 
 _FORMAT_VERSION = 1
 
@@ -245,6 +255,43 @@ def plan_of(
 # ------------------------------------------------------------------------------------------------ what a run will hold
 
 
+@dataclass(frozen=True, slots=True)
+class AliveActivations:
+    """Activations on the device while one unit runs."""
+
+    stay_nbytes: int
+    """What stays between forward and backward, of this unit and those before it."""
+    return_nbytes: int
+    """What this unit's backward brings back, by running its forward again or from where it was sent."""
+
+
+def alive_activations(units: Iterable[UnitProfile], choices: Iterable[Choice]) -> Iterator[AliveActivations]:
+    """Walk the forward: what is alive at each unit. Activations that are offloaded are there in its forward too."""
+    stay_nbytes = 0
+    for unit, choice in zip(units, choices, strict=True):
+        own_nbytes = unit.activation_nbytes
+        if choice.activation is ActivationChoice.KEEP:
+            kept_nbytes = own_nbytes
+        elif choice.activation is ActivationChoice.RECOMPUTE:
+            kept_nbytes = min(unit.boundary_nbytes, own_nbytes)
+        else:
+            kept_nbytes = 0
+        stay_nbytes += kept_nbytes
+        yield AliveActivations(stay_nbytes, own_nbytes - kept_nbytes)
+
+
+def alive_peak_nbytes(units: Sequence[UnitProfile], choices: Sequence[Choice]) -> int:
+    """Bytes of activations on the device at most: all that stays, and the most that a backward brings back.
+
+    Of offloaded ones two units' are there at a time: one's fetch runs beside the other's backward.
+    """
+    stay_nbytes = most_nbytes = 0
+    for choice, alive in zip(choices, alive_activations(units, choices), strict=True):
+        stay_nbytes = alive.stay_nbytes
+        most_nbytes = max(most_nbytes, alive.return_nbytes * (2 if choice.activation.is_offloaded else 1))
+    return stay_nbytes + most_nbytes
+
+
 def held_peak_nbytes(
     units: Sequence[UnitProfile],
     choices: Sequence[Choice],
@@ -267,22 +314,16 @@ def held_peak_nbytes(
         for u, c in zip(units, choices, strict=True)
     ]
     grads = sum(kept_grads) if num_micro_batches > 1 else 0
-    live = peak = leaving = 0
+    peak = leaving = 0
     at_backward = []
-    for i, (unit, choice) in enumerate(zip(units, choices, strict=True)):
-        away = unit.activation_nbytes
-        boundary = min(unit.boundary_nbytes, away)
-        own = again = 0
-        if choice.activation is ActivationChoice.KEEP:
-            live += away
-        elif choice.activation is ActivationChoice.RECOMPUTE:
-            live, again = live + boundary, away - boundary
-        else:
-            own = again = away
-            before = units[i - 1].activation_nbytes if i and choices[i - 1].activation is choice.activation else 0
-            again += before
-        peak = max(peak, min(held_nbytes, params + states + grads) + live + own + unit.workspace_nbytes)
-        at_backward.append(live + again + unit.workspace_nbytes)
+    for i, (unit, choice, alive) in enumerate(zip(units, choices, alive_activations(units, choices), strict=True)):
+        own = beside = 0
+        if choice.activation.is_offloaded:
+            own = alive.return_nbytes
+            beside = units[i - 1].activation_nbytes if i and choices[i - 1].activation is choice.activation else 0
+        always = alive.stay_nbytes + unit.workspace_nbytes
+        peak = max(peak, min(held_nbytes, params + states + grads) + always + own)
+        at_backward.append(always + alive.return_nbytes + beside)
     for i in reversed(range(len(units))):
         unit = units[i]
         newborn = unit.grad_nbytes if unit.newborn_grad_nbytes is None else unit.newborn_grad_nbytes
@@ -367,7 +408,7 @@ class _Walk:
         return self.choices[i].param_home is not Tier.DEVICE
 
     def _offloads(self, i: int) -> bool:
-        return self.choices[i].activation in (ActivationChoice.OFFLOAD_DRAM, ActivationChoice.OFFLOAD_NVME)
+        return self.choices[i].activation.is_offloaded
 
     def _recomputes(self, i: int) -> bool:
         return self.choices[i].activation is ActivationChoice.RECOMPUTE

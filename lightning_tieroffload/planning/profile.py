@@ -197,6 +197,22 @@ class Profile:
         """The line of the unit called ``name``, if there is one."""
         return next((unit for unit in self.units if unit.name == name), None)
 
+    def grown(self, growth: float) -> Profile:
+        """The profile of batches ``growth`` times as large: bytes of activations and seconds in proportion."""
+        lines = (
+            dataclasses.replace(
+                unit,
+                activation_nbytes=round(unit.activation_nbytes * growth),
+                boundary_nbytes=round(unit.boundary_nbytes * growth),
+                workspace_nbytes=round(unit.workspace_nbytes * growth),
+                forward_s=unit.forward_s * growth,
+                backward_s=unit.backward_s * growth,
+                recompute_s=None if unit.recompute_s is None else unit.recompute_s * growth,
+            )
+            for unit in self.units
+        )
+        return dataclasses.replace(self, units=tuple(lines))
+
     @property
     def model_key(self) -> str:
         return model_key(self.units)

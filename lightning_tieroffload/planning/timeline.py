@@ -213,7 +213,7 @@ class _Jobs:
         return self.choices[i].param_home is not Tier.DEVICE
 
     def _offload(self, i: int) -> bool:
-        return self.choices[i].activation in (ActivationChoice.OFFLOAD_DRAM, ActivationChoice.OFFLOAD_NVME)
+        return self.choices[i].activation.is_offloaded
 
     def _grad_down(self, i: int) -> bool:
         return self.choices[i].grad_home is Tier.DRAM and self.units[i].trained_numel > 0
