@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ import _tieroffload_hooks
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
 from lightning_tieroffload.engine.optimizer import adopt
 from lightning_tieroffload.strategies import face
+from lightning_tieroffload.strategies.one_process import OneProcess
 
 if TYPE_CHECKING:
     # Of one family, for the type checker; at run time the base is whichever family's it is put in front of.
@@ -34,18 +34,14 @@ else:
 
 __all__ = ["strategy_class"]
 
-_ONE_DEVICE = (
-    "Set devices=1 and num_nodes=1 (devices=[3] or CUDA_VISIBLE_DEVICES=3 chooses which one), and start the script "
-    "once, without torchrun."
-)
 _COMPILE_LAYERS = "Set up the model as it was, and compile its layers (layer.compile()) if at all."
 
 
-class _FabricFace(_Base):
+class _FabricFace(OneProcess, _Base):
     """Everything that is ours, for either package."""
 
     _is_tieroffload_strategy = True
-    _root: str
+    _face_name = "Fabric"
 
     def __init__(
         self,
@@ -75,10 +71,6 @@ class _FabricFace(_Base):
     # ------------------------------------------------------------ devices and processes
 
     @property
-    def root_device(self) -> torch.device:
-        return (self.parallel_devices or [])[self.local_rank]
-
-    @property
     def num_nodes(self) -> int:
         return self._num_nodes
 
@@ -87,48 +79,14 @@ class _FabricFace(_Base):
         self._num_nodes = num_nodes
 
     @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices or ())
-
-    @property
     def distributed_sampler_kwargs(self) -> None:
         return None  # one process: the user's sampler stays
 
-    def _set_world_ranks(self) -> None:
-        environment = self.cluster_environment
-        if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
-        rank = self.global_rank
-        self._utilities("rank_zero").rank_zero_only.rank = rank
-        importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = rank
-
-    def _configure_launcher(self) -> None:
-        num_processes = max(self.world_size, self.num_nodes * self.num_processes)
-        face.refuse_several_processes(num_processes, face="Fabric", remedy=_ONE_DEVICE)
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._set_world_ranks()
+    def _set_world_ranks(self) -> None:  # by the name under which Fabric asks
+        self.set_world_ranks()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if isinstance(tensor, torch.Tensor):
-            return self._utilities("distributed")._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._utilities("distributed")._distributed_is_initialized():
-            torch.distributed.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not self._utilities("distributed")._distributed_is_initialized():
-            return obj
-        objects = [obj]
-        torch.distributed.broadcast_object_list(objects, src)
-        return objects[0]
-
-    def _utilities(self, name: str) -> ModuleType:
-        return importlib.import_module(f"{self._root}.utilities.{name}")
+        return self._reduced(tensor, group, reduce_op)
 
     # ------------------------------------------------------------ models and optimizers
 
@@ -191,7 +149,7 @@ def strategy_class(root: str) -> type:
     """The strategy class for the Fabric of package `root` ("lightning.fabric" or "lightning_fabric")."""
     base = importlib.import_module(f"{root}.strategies.parallel").ParallelStrategy
     _hook_fabric(importlib.import_module(f"{root}.fabric").Fabric)
-    members = {"_root": root, "__module__": __name__}
+    members = {"_fabric_root": root, "__module__": __name__}
     return type("TierOffloadFabricStrategy", (_FabricFace, base), members)
 
 

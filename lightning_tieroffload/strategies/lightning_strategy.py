@@ -24,7 +24,6 @@ import inspect
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +33,7 @@ import _tieroffload_hooks
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine.offload_engine import OffloadEngine
 from lightning_tieroffload.strategies import face
+from lightning_tieroffload.strategies.one_process import OneProcess
 
 if TYPE_CHECKING:
     # Of one family, for the type checker; at run time the base is whichever family's it is put in front of.
@@ -44,22 +44,18 @@ else:
 __all__ = ["TierOffloadStrategy", "strategy_class"]
 
 _FABRIC_OF = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-_ONE_DEVICE = (
-    "Set devices=1 and num_nodes=1 (devices=[3] or CUDA_VISIBLE_DEVICES=3 chooses which one), and start the script "
-    "once, without torchrun."
-)
 _COMPILE_LAYERS = (
     "Pass the LightningModule itself to the Trainer and compile its layers, e.g. in configure_model: "
     "for layer in self.layers: layer.compile()."
 )
 
 
-class _LightningFace(_Base):
+class _LightningFace(OneProcess, _Base):
     """Everything that is ours, for any family. See [Note: one class per package family]."""
 
     strategy_name = "tieroffload"
     _is_tieroffload_strategy = True
-    _fabric_root: str
+    _face_name = "The Trainer"
 
     def __init__(
         self,
@@ -103,14 +99,6 @@ class _LightningFace(_Base):
     # ------------------------------------------------------------ devices and processes
 
     @property
-    def root_device(self) -> torch.device:
-        return (self.parallel_devices or [])[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices or ())
-
-    @property
     def is_distributed(self) -> bool:
         return bool(self.world_size > 1)
 
@@ -118,42 +106,8 @@ class _LightningFace(_Base):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def set_world_ranks(self) -> None:
-        environment = self.cluster_environment
-        if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
-        rank = self.global_rank
-        self._utilities("rank_zero").rank_zero_only.rank = rank
-        importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = rank
-
-    def _configure_launcher(self) -> None:
-        # The connector has just set devices, nodes and ranks: the first moment at which they are all known.
-        num_processes = max(self.world_size, self.num_nodes * self.num_processes)
-        face.refuse_several_processes(num_processes, face="The Trainer", remedy=_ONE_DEVICE)
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.set_world_ranks()
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if isinstance(tensor, torch.Tensor):
-            return self._utilities("distributed")._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
-
-    def barrier(self, name: str | None = None) -> None:
-        if self._utilities("distributed")._distributed_is_initialized():
-            torch.distributed.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not self._utilities("distributed")._distributed_is_initialized():
-            return obj
-        objects = [obj]
-        torch.distributed.broadcast_object_list(objects, src)
-        return objects[0]
-
-    def _utilities(self, name: str) -> ModuleType:
-        return importlib.import_module(f"{self._fabric_root}.utilities.{name}")
+        return self._reduced(tensor, group, reduce_op)
 
     # ------------------------------------------------------------ making the model
 
