@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from exactness import assert_ordinary, same_bits, seed_all
+from exactness import Variant, assert_ordinary, attach, same_bits, seed_all
+from fakes import batches, mlp_loss
 from loopkit import mlp
 from torch import nn
 
 from lightning_tieroffload import engine_of, offload
 from lightning_tieroffload.engine.optimizer import Updates
 from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.kernels.primitives import LazyKernel
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "device_budget": 3 * 16640, "dram_budget": "1GiB", "debug": ["poison"]}
 
@@ -171,3 +174,29 @@ def test_update_that_runs_while_dynamo_compiles_has_the_plain_bits(monkeypatch: 
     assert all(same_bits(a, b) for a, b in zip(expected, actual, strict=True))
     assert len(seen) >= 9
     assert not any(seen)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_time_limits_do_not_run_while_kernels_are_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code takes seconds to make, on a machine with much to do half a minute: no update waits for it."""
+    threads: list[str] = []
+    prepare = LazyKernel.prepare
+
+    def slowly(self: LazyKernel, *args: Any) -> None:
+        if not threads:
+            time.sleep(1.5)
+        threads.append(threading.current_thread().name)
+        prepare(self, *args)
+
+    monkeypatch.setattr(LazyKernel, "prepare", slowly)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+    engine = attach(model, optimizer, Variant(), optimizer_kernel="numba", io_timeout_s=1.0)
+    for x in batches(2):
+        mlp_loss(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.flush()
+    engine.close()
+    assert threads[0] == threading.main_thread().name
+    assert len(threads) > 2

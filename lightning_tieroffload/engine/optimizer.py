@@ -554,6 +554,7 @@ class Updates:
         self._find_kernel = find_kernel
         self._make_pool = make_pool
         self._pool: Any = None
+        self._compiled_for: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._on_device = DeviceUpdates(space, self._get_pool)
         self.before_step: Callable[[Optimizer], None] | None = None
         self.num_steps = 0
@@ -600,6 +601,7 @@ class Updates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._compile_kernels(raw, cls)
         self._wire.keep_casts()
         with self._space.lock, torch._C._InferenceMode(False):
             torch._C._set_grad_enabled(False)
@@ -608,6 +610,17 @@ class Updates:
             self._wire.consider()
             self._plan_homes()
         return loss
+
+    def _compile_kernels(self, raw: Optimizer, cls: type[Optimizer]) -> None:
+        """Before its first step: an update's waiters have a time limit, and a loaded machine takes half a minute."""
+        if raw in self._compiled_for:
+            return
+        for group in raw.param_groups:
+            for dtype in {p.dtype for p in group["params"]}:
+                kernel = self._kernel_for(cls, group, dtype)
+                if kernel is not None:
+                    kernel.compile(_frozen_group(group, self._space.device))
+        self._compiled_for.add(raw)
 
     def runs_per_unit(self, raw: Optimizer) -> bool:
         """Whether the optimizer's updates run unit by unit. See [Note: who runs an update]."""

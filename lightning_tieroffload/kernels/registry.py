@@ -125,6 +125,14 @@ class UpdateKernel:
 
         return pool.submit(work, grad.size, priority=priority, among_numel=among_numel)
 
+    def compile(self, group: Mapping[str, Any]) -> None:
+        """Make the machine code, which is one for all forms: seconds of the calling thread's time, once a process."""
+        nothing = np.empty(0, np.float32)
+        states = dict.fromkeys(self.state_names, nothing)
+        arrays = _checked_arrays(self, nothing, nothing, states, (), None, "f32", None, "bf16")
+        kernel, scalars = _kernel_and_scalars(self, group, 1, True)
+        kernel.prepare(*arrays, scalars)
+
     def can_defer_moments(self, group: Mapping[str, Any]) -> bool:
         """Whether the state can be updated in a second pass, from nothing but itself and the gradient."""
         return self.family == "adamw" or (self.family == "adam" and float(group["weight_decay"]) == 0)
