@@ -15,6 +15,8 @@ from exactness import POISON, SLOW, Variant, check
 from fakes import Stack, batches
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -338,3 +340,113 @@ def test_selective_checkpoints_do_not_see_the_engine(policy: str, autocast: str,
             look(loss=loss)
 
     check(make, loop, [*VARIANTS, Variant(POISON, prefetch=4, budget="all")], activations=activations)
+
+
+class LogsOperations(TorchDispatchMode):
+    """All but ``detach``: autograd makes those as who has the gradient leads to."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class LogsFunctions(TorchFunctionMode):
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _counts_flops(seen: list[Any]) -> Any:
+    with FlopCounterMode(display=False) as mode:
+        yield
+    seen.append(mode.get_total_flops())
+
+
+MODES: dict[str, Callable[[list[Any]], Any]] = {
+    "operations": LogsOperations,
+    "functions": LogsFunctions,
+    "flops": _counts_flops,
+    "meta": lambda seen: torch.device("meta"),
+}
+
+
+class MakesAShift(nn.Module):
+    """Its forward makes a tensor where the default device is, and uses a weight twice."""
+
+    def __init__(self, around: str) -> None:
+        super().__init__()
+        self.around = around
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(torch.relu(self.first(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.compute(x) if self.around == "nothing" else checkpoint(self.compute, x, use_reentrant=False)
+        with torch.device("cpu"):
+            shift = torch.ones(16)
+        return self.first(y).float() + shift
+
+
+@pytest.mark.parametrize("around", ["nothing", "a checkpoint"])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_others_see_what_they_see_plainly(mode: str, where: str, activations: str, around: str) -> None:
+    """From the third of five steps to the fourth; what they see is counted, and the numbers are the plain run's."""
+
+    def make() -> Any:
+        model = nn.Sequential(*(MakesAShift(around) for _ in range(2)))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(5, 8, 16)):
+            seen: list[Any] = []
+
+            def around_it(part: str, step: int = step, seen: list[Any] = seen) -> Any:
+                is_on = step in (2, 3) and where in (part, "both")
+                return MODES[mode](seen) if is_on else contextlib.nullcontext()
+
+            with torch.autocast("cpu", torch.bfloat16), around_it("forward"):
+                loss = (model(x).float() ** 2).mean()
+            with around_it("backward"):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss, seen=repr(sorted(seen)))
+
+    check(make, loop, [VARIANTS[0]], activations=activations)
+
+
+def test_what_runs_again_has_the_default_device_of_its_forward() -> None:
+    """Backward has none of its own."""
+
+    class Makes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(super().forward(x) * (2.0 if torch.empty(1).is_meta else 3.0))
+
+    def make() -> Any:
+        model = nn.Sequential(*(Makes(16, 16) for _ in range(3)))
+        return model, torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(5, 8, 16)):
+            with torch.device("meta") if step in (2, 3) else contextlib.nullcontext():
+                loss = (model(x) ** 2).mean()
+            with torch.device("meta") if step % 2 else contextlib.nullcontext():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss)
+
+    check(make, loop, VARIANTS, activations="recompute")

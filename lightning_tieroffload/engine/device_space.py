@@ -48,7 +48,7 @@ from lightning_tieroffload.residency import Ledger, ResidencyTable
 from lightning_tieroffload.sizes import format_nbytes
 from lightning_tieroffload.trace import TraceRecorder
 
-__all__ = ["DeviceSpace", "is_in_transform", "is_seen", "outside_transforms"]
+__all__ = ["DeviceSpace", "has_modes", "is_in_transform", "is_seen", "outside_transforms"]
 
 _OTHERS_READ_S = 1.0
 
@@ -67,20 +67,29 @@ def is_seen() -> bool:
     return not all(getattr(type(mode), "is_engines", False) for mode in modes)
 
 
-@contextlib.contextmanager
-def outside_transforms() -> Iterator[None]:
+_Context = contextlib.AbstractContextManager[Any]
+_NOWHERE: _Context = contextlib.nullcontext()
+
+
+def outside_transforms() -> _Context:
     """The engine's own copies are no part of a ``torch.func`` transform that the user's call is in.
 
-    Nor does a dispatch mode see them: a selective checkpoint's counts operations, and keeps what they return.
+    Nor does a mode see them: a selective checkpoint's counts operations, and keeps what they return; a function
+    mode may put them on another device.
     """
-    if not is_in_transform():
-        if torch._C._len_torch_dispatch_stack() == 0:
-            yield
-            return
-        with torch._C._DisableTorchDispatch():
-            yield
-        return
-    with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
+    if is_in_transform():
+        return cast(_Context, torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack())
+    return _outside_modes() if has_modes() else _NOWHERE
+
+
+def has_modes() -> bool:
+    """Whether there is a dispatch mode or a function mode on this thread, whoever's."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+
+
+@contextlib.contextmanager
+def _outside_modes() -> Iterator[None]:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
 

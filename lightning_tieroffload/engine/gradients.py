@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lightning_tieroffload.concepts import Tier
-from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.device_space import DeviceSpace, outside_transforms
 from lightning_tieroffload.engine.params import ParamSlot, raw_grad, set_raw_grad
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket
 from lightning_tieroffload.engine.unit_state import Factor, GradPlace, GradRecord, Part, UnitState, WireState
@@ -88,7 +88,7 @@ class Gradients:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
 
     def _end_backward(self, task: int) -> None:
-        with self._space.lock:
+        with self._space.lock, outside_transforms():
             self._tasks.discard(task)
             self.settle_all()
         if self.on_end is not None:
@@ -97,7 +97,7 @@ class Gradients:
     def on_unpack(self, part: Part) -> None:
         """Backward is about to read a part's parameters."""
         unit = part.unit
-        with self._space.lock:
+        with self._space.lock, outside_transforms():
             self.enter_backward()
             # A unit that left while its backward is not over needs the room that its own gradients take.
             self.settle_all(but=unit if part.is_resident else None)
@@ -114,7 +114,7 @@ class Gradients:
     def on_born(self, slot: ParamSlot) -> None:
         """Post-accumulate hook: autograd has just finished the parameter's gradient."""
         unit: UnitState = slot.unit
-        with self._space.lock:
+        with self._space.lock, outside_transforms():
             self.enter_backward()
             self.settle_all(but=unit)
             self._reap()

@@ -222,17 +222,19 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             store, region = self._everywhere, None
             self._taint_regions()
-            for unit in units:
-                self._watch(unit)
-                if unit.root is module and not again:
-                    if unit.index == self._planner.first_unit:
+            with outside_transforms():
+                for unit in units:
+                    self._watch(unit)
+                    if unit.root is module and not again and unit.index == self._planner.first_unit:
                         self._planner.on_batch(largest_numel((args, kwargs)))
+                if self._profiler.is_on:
+                    self._profile(frame, units, args, kwargs, again)
+            for unit in units:
+                if unit.root is module and not again:
                     if unit.choice.activation is ActivationChoice.RECOMPUTE:
                         region = self._begin_region(frame, unit, args, kwargs or {})
                     elif unit.choice.activation is ActivationChoice.OFFLOAD_DRAM:
                         store = self._activations
-            if self._profiler.is_on:
-                self._profile(frame, units, args, kwargs, again)
             instead = ((region.pack, region.unpack), region.count) if region is not None else None
             frame.has_pushed = push_hooks(self._space, self._gradients.on_unpack, store, instead)
         if self._trace is not None:
@@ -387,7 +389,8 @@ class ModuleHooks:
         if frame.window is not None and self._trace is not None:
             self._trace.end(*frame.window, result, in_backward=self._gradients.in_backward())
         if frame.is_profiled:
-            self._profiler.leave(result)
+            with outside_transforms():
+                self._profiler.leave(result)
         error = sys.exc_info()[1] if result is None and not frames else None
         if isinstance(error, torch.OutOfMemoryError) and error is not frame.error:
             self._planner.on_out_of_memory()

@@ -29,7 +29,7 @@ from lightning_tieroffload.config import TierOffloadConfig, refuse_what_is_not_t
 from lightning_tieroffload.engine import optimizer as optimizers
 from lightning_tieroffload.engine import torch_patches
 from lightning_tieroffload.engine.compute_trace import ComputeTrace
-from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.device_space import DeviceSpace, outside_transforms
 from lightning_tieroffload.engine.device_updates import assign_device_units, choose_device_units
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.host_memory import give_back_released_memory
@@ -944,17 +944,19 @@ class OffloadEngine:
 
     def read_grad(self, slot: ParamSlot) -> torch.Tensor | None:
         self.updates.refuse_from_inside((slot,))
-        return self.gradients.read(slot)
+        with outside_transforms():
+            return self.gradients.read(slot)
 
     def write_grad(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
         self.updates.refuse_from_inside((slot,))
-        self.gradients.write(slot, grad)
+        with outside_transforms():
+            self.gradients.write(slot, grad)
 
     def overwrite(self, slot: ParamSlot, source: torch.Tensor) -> None:
         """``p.copy_(source)`` outside compute: the home is written, nothing is fetched."""
         self.updates.refuse_from_inside((slot,))
         self.space.check_process()
-        with self.space.lock, torch._C._InferenceMode(False):
+        with self.space.lock, outside_transforms(), torch._C._InferenceMode(False):
             torch._C._set_grad_enabled(False)
             self.space.settle_home(slot.unit, to_write=True)
             self.space.keep_old(slot.unit, [slot])
@@ -1000,7 +1002,7 @@ class OffloadEngine:
         snapshots = self._hooks.snapshots() if self._hooks.in_state_dict() else {}
         if slot in snapshots:
             return snapshots[slot]
-        with self.space.lock, torch._C._InferenceMode(False):
+        with self.space.lock, outside_transforms(), torch._C._InferenceMode(False):
             torch._C._set_grad_enabled(False)
             self.space.settle_home(slot.unit)
             result: torch.Tensor = slot.unit.read_home(slot).clone()  # strides and all

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_tieroffload.concepts import Ticket
-from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.device_space import DeviceSpace, outside_transforms
 from lightning_tieroffload.engine.device_updates import DeviceSource, DeviceUpdates, is_state_held
 from lightning_tieroffload.engine.gradients import Gradients, fits_host
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
@@ -577,7 +577,8 @@ class Updates:
             self.num_steps += 1
             self._step_at_s.append(time.perf_counter())
             if self.on_step is not None:
-                self.on_step()
+                with outside_transforms():
+                    self.on_step()
 
     # ------------------------------------------------------------------------------------------------------- step
     def step(self, raw: Optimizer, cls: type[Optimizer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -655,6 +656,16 @@ class Updates:
             rest.append({**{k: v for k, v in group.items() if k != "params"}, "params": unmanaged})
         if any(group["params"] for group in rest):
             _inner_step(cls)(_clone(raw, cls, rest, {}))
+        with outside_transforms():
+            self._order_unit_updates(raw, cls, by_unit, groups)
+
+    def _order_unit_updates(
+        self,
+        raw: Optimizer,
+        cls: type[Optimizer],
+        by_unit: dict[UnitState, list[tuple[ParamSlot, int]]],
+        groups: list[dict[str, Any]],
+    ) -> None:
         # What the CPU does begins first: it takes longest, and enqueuing on the device takes this thread's time.
         on_device: list[tuple[UnitState, list[DeviceSource], int]] = []
         for priority, unit in enumerate(self._by_next_use(by_unit)):

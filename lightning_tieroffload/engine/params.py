@@ -57,7 +57,7 @@ _DATA = cast("_Field[torch.Tensor]", torch.Tensor.data)
 
 def raw_grad(p: torch.Tensor) -> torch.Tensor | None:
     """The gradient in autograd's own field, past our property."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         return _GRAD.__get__(p)
 
 

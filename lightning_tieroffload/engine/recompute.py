@@ -44,10 +44,10 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_tieroffload.engine.activations import version_error
-from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.device_space import DeviceSpace, has_modes
 from lightning_tieroffload.engine.nested import tensors_in
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.saved import SavedHooks, checkpoint_hooks
@@ -337,7 +337,7 @@ def _put_together(value: Any, tensors: tuple[Any, ...]) -> Any:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         return tensor._version
 
 
@@ -480,6 +480,21 @@ def _set_attributes(module: nn.Module, values: dict[str, Any]) -> None:
     own.update(values)
 
 
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    """Plainly nothing runs again, so the modes of this thread see nothing. Torch's checkpoint sets forward's device."""
+    if not has_modes():
+        yield
+        return
+    with _disable_current_modes():
+        others = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+        try:
+            yield
+        finally:
+            for mode in reversed(others):
+                torch._C._push_on_torch_function_stack(mode)
+
+
 class Region:
     """One call of a recomputed unit's forward: its saved tensors go through ``pack`` and ``unpack``.
 
@@ -540,7 +555,8 @@ class Region:
         if packed.again is not None and packed.again[0] == task:
             return packed.again[1]
         self._task = task
-        tensor: torch.Tensor = self._unpack(packed.holder)
+        with _without_modes():
+            tensor: torch.Tensor = self._unpack(packed.holder)
         if isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
             packed.again = task, tensor  # a Function of the user's may ask twice, which torch's checkpoint refuses
         return tensor
@@ -561,7 +577,7 @@ class Region:
             return  # backward has it all by now, and is in the middle of it
         packed = [each for ref in self._dropped if (each := ref()) is not None and each.kept is None]
         if packed:
-            with torch._C._InferenceMode(False), torch.enable_grad():
+            with torch._C._InferenceMode(False), torch.enable_grad(), _without_modes():
                 _MadeNow.apply(torch.zeros((), requires_grad=True), packed, self._unpack).backward()  # type: ignore[no-untyped-call]
         self._dropped = []
 

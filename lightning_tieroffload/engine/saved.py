@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from lightning_tieroffload.engine.activations import ActivationStore, Offloaded, version_error
-from lightning_tieroffload.engine.device_space import DeviceSpace
+from lightning_tieroffload.engine.device_space import DeviceSpace, has_modes, outside_transforms
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.unit_state import Form, Part
 from lightning_tieroffload.sizes import format_nbytes
@@ -141,7 +141,7 @@ def _stand_in(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.T
 
 
 def _version(p: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         return p._version
 
 
@@ -191,10 +191,7 @@ class SavedHooks:
         return self._by_storage is space.by_storage and self._outer is None
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        try:
-            part = self._by_storage.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
-            part = None  # sparse, opaque or wrapper tensors have no storage of their own
+        part = self._part_of(tensor)
         if part is not None:
             offset = tensor.storage_offset() * tensor.itemsize // part.dtype.itemsize
             slot = part.slot_at(offset)
@@ -207,6 +204,12 @@ class SavedHooks:
             return view
         if self._outer is not None:
             return _Outer(self._outer[0](tensor), self._outer[1])
+        if type(tensor) is not torch.Tensor or not has_modes():  # another class has operations of its own
+            return self._keep(tensor)
+        with outside_transforms():
+            return self._keep(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> Any:
         if self._space.on_saved is not None:
             self._space.on_saved(tensor)
         if self._activations is not None:
@@ -214,6 +217,13 @@ class SavedHooks:
             if offloaded is not None:
                 return offloaded
         return _Kept(tensor)
+
+    def _part_of(self, tensor: torch.Tensor) -> Part | None:
+        try:
+            with torch._C.DisableTorchFunction():
+                return self._by_storage.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return None  # sparse, opaque or wrapper tensors have no storage of their own
 
     def _view(self, part: Part, slot: ParamSlot, tensor: torch.Tensor) -> _SavedView:
         view = _SavedView(part, slot, tensor, is_made_again=self._is_made_again)
@@ -230,7 +240,10 @@ class SavedHooks:
                 if packed.is_made_again:
                     make_again: Callable[[], torch.Tensor] | None = getattr(again, _MAKES, None)
                     return again if make_again is None else make_again()
-            with self._lock:  # until there is a view, another thread that reads parameters may evict the part again
+            with (
+                self._lock,
+                outside_transforms(),
+            ):  # until there is a view, another thread that reads parameters may evict the part again
                 is_closed = packed.part.unit.is_closed
                 part = None
                 while not is_closed and part is not packed.part:  # it may find that the weights have been written to
@@ -241,7 +254,8 @@ class SavedHooks:
                     _check_version(packed.slot.name, packed.slot.param, packed.version, current, packed.hint)
                 return packed.make_after_close() if is_closed else packed.make()
         if type(packed) is Offloaded and self._activations is not None:
-            return self._activations.unpack(packed)
+            with outside_transforms():
+                return self._activations.unpack(packed)
         if type(packed) is _Outer:
             tensor = packed.unpack(packed.packed)
             # Autocast's own cast in forward, one of ours when it ran again: the same numbers.

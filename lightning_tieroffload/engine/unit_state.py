@@ -489,7 +489,8 @@ class Part:
     def fresh_view(self, slot: ParamSlot) -> torch.Tensor:
         """The slot's tensor in this part as one that is no view for autograd (what a custom Function may return)."""
         offset = self.offsets[self.slots.index(slot)]
-        with torch._C._InferenceMode(False), torch._C._DisableTorchDispatch():  # nobody's modes see it made
+        # Nobody's modes see it made.
+        with torch._C._InferenceMode(False), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             view = torch.empty(0, dtype=self.dtype, device=self.device)
             return view.set_(self.storage, offset, slot.shape, slot.stride)
 
