@@ -12,6 +12,7 @@ import dis
 import os
 import signal
 import sys
+import time
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -35,17 +36,21 @@ _SIGINT = _Signal(signal.SIGINT)
 class Strike:
     """While open, SIGINT at the ``at``-th place where the package's code can be interrupted; 0: never.
 
-    ``places`` lists every place that was passed, as (file, line, index of the instruction).
+    ``places`` lists every place that was passed, as (file, line, index of the instruction). ``since_s`` is when it
+    struck, or when it was opened: what comes before the strike is traced and slow. ``is_at_entry``: at the start of a
+    function, as if behind the call of a C function in its place.
     """
 
     def __init__(self, at: int = 0) -> None:
         self.at = at
+        self.is_at_entry = False
         self.places: list[tuple[str, int, int]] = []
         self._code: dict[CodeType, bytes] = {}
 
     def __enter__(self) -> Strike:
         self._before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self._trace_before = sys.gettrace()
+        self.since_s = time.monotonic()
         sys.settrace(self._on_call)
         return self
 
@@ -70,5 +75,7 @@ class Strike:
         if event == "opcode" and self._code[frame.f_code][frame.f_lasti] in _LOOKS:
             self.places.append((frame.f_code.co_filename[len(_PACKAGE) :], frame.f_lineno, frame.f_lasti))
             if len(self.places) == self.at:
+                self.since_s = time.monotonic()
+                self.is_at_entry = self._code[frame.f_code][frame.f_lasti] == dis.opmap.get("RESUME")
                 _SIGINT.pending  # noqa: B018
         return self._on_opcode

@@ -378,10 +378,14 @@ def one_fit(delay_s, times):
             threads[0].start()
     run.callbacks.append(Go())
     try:
-        run.fit(module, loader(5))
-    except (KeyboardInterrupt, SystemExit) as error:
-        outcome = type(error).__name__
-    finish(threads[0])
+        try:
+            run.fit(module, loader(5))
+        except (KeyboardInterrupt, SystemExit) as error:
+            outcome = type(error).__name__
+        finish(threads[0])
+    except KeyboardInterrupt:  # the second signal, after fit and before finish was ready for it
+        outcome = outcome or "KeyboardInterrupt"
+        finish(threads[0])
     assert outcome in ("KeyboardInterrupt", "SystemExit"), outcome
     if times == 1:
         assert run.strategy.engine is None

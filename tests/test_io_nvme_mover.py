@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from striking import Strike
 
 from lightning_tieroffload.errors import CapacityError, ChecksumError, TierIOError, TransferTimeoutError
 from lightning_tieroffload.io.extent_store import ExtentStore
@@ -84,6 +86,29 @@ def test_small_and_empty_shards(rig: Rig, nbytes: int) -> None:
     back = bytearray(nbytes)
     rig.mover.read("s", memoryview(back)).wait()
     assert back == pattern(nbytes)
+
+
+def test_a_write_that_ctrl_c_cut_off_ends(rig: Rig) -> None:
+    """Struck at each place where it is ordered: the next write of the shard is its only one, and is what is read."""
+    rig.store.allocate("s", 60_000)
+    source, target = bytearray(60_000), bytearray(60_000)
+
+    def write(at: int) -> list[Any]:
+        with Strike(at) as strike:
+            rig.mover.write("s", memoryview(source))
+        return strike.places
+
+    places = write(0)
+    rig.scheduler.drain()
+    assert len({file for file, _, _ in places}) >= 3
+    for at in range(1, len(places) + 1):
+        with contextlib.suppress(KeyboardInterrupt):
+            write(at)
+        rig.scheduler.settle()
+        source[:] = pattern(60_000, at)
+        rig.mover.write("s", memoryview(source)).wait()
+        rig.mover.read("s", memoryview(target)).wait()
+        assert target == source
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tieroffload.concepts import Tier
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DTYPES = [torch.bfloat16, torch.float16]
 
 
@@ -83,12 +85,23 @@ def pipelined(model: Any, optimizer: Any, look: Any) -> None:
             look(loss=loss)
 
 
+def slow_but(quick: list[Any], every: list[Any]) -> list[Any]:
+    """Values for a test, of which those that tell most are part of the default run."""
+    assert all(each in every for each in quick)
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=() if each in quick else pytest.mark.slow)
+        for each in every
+    ]
+
+
 LATE_VARIANTS = [QUICK[1], FULL[0]]
 MANY_VARIANTS = [*FULL, *(Variant(SLOW, prefetch=4, seed=i, every_look=False, budget="tight") for i in range(3, 9))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_micro", [1, 2])
+@pytest.mark.parametrize(
+    ("num_micro", "dtype"),
+    slow_but([(1, torch.bfloat16), (2, torch.float16)], [(num, dtype) for num in (1, 2) for dtype in DTYPES]),
+)
 def test_backward_behind_the_step_of_the_batch_before(dtype: torch.dtype, num_micro: int) -> None:
     check(build_of(Layers), one_late(dtype, num_micro), LATE_VARIANTS)
 
@@ -291,8 +304,13 @@ def _write(how: str, model: Any, optimizer: Any, step: int) -> None:
 WRITES = ["mul_", "foreach", "copy_", "data", "data.mul_", "load", "one", "home-made"]
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize(
+    ("how", "is_inside"),
+    slow_but(
+        [("foreach", True), ("data", True), ("data.mul_", False), ("load", False), ("one", True)],
+        [(how, is_inside) for how in WRITES for is_inside in (False, True)],
+    ),
+)
 def test_weights_written_between_forward_and_backward(how: str, is_inside: bool) -> None:
     """By the user, in or out of autocast's context; backward goes on with the casts that forward made."""
 
@@ -314,7 +332,10 @@ def test_weights_written_between_forward_and_backward(how: str, is_inside: bool)
 
 @pytest.mark.parametrize(
     ("how", "autocast"),
-    [("data.mul_", False), *((how, True) for how in ("step", "copy_", "data", "data.mul_", "load", "held"))],
+    slow_but(
+        [("data.mul_", False), ("step", True), ("held", True)],
+        [("data.mul_", False), *((how, True) for how in ("step", "copy_", "data", "data.mul_", "load", "held"))],
+    ),
 )
 def test_a_recomputed_unit_is_run_again_before_its_weights_change(how: str, autocast: bool) -> None:
     """Its activations were dropped while loops were not late; without autocast only a table is written to."""
@@ -340,7 +361,7 @@ def test_a_recomputed_unit_is_run_again_before_its_weights_change(how: str, auto
     check(build_of(Layers), loop, LATE_VARIANTS, activations="recompute")
 
 
-@pytest.mark.parametrize("how", ["Adagrad", "LBFGS", "ASGD", "SAM"])
+@pytest.mark.parametrize("how", slow_but(["LBFGS", "SAM"], ["Adagrad", "LBFGS", "ASGD", "SAM"]))
 def test_other_optimizers(how: str) -> None:
     """One that steps over all parameters at once, and some that run unit by unit."""
 
@@ -456,7 +477,7 @@ def test_a_weight_that_is_saved_as_it_is_fails_as_in_plain_torch(autocast: bool)
         run(build, loop, QUICK[0])
 
 
-@pytest.mark.parametrize("how", [*WRITES, "step"])
+@pytest.mark.parametrize("how", slow_but(["step", "copy_", "home-made"], [*WRITES, "step"]))
 def test_autocasts_context_goes_on_with_the_casts_that_it_began_with(how: str) -> None:
     """Whatever is written in it; and gradients of uses before and after the write meet at the one cast, in 16 bits."""
 
@@ -478,8 +499,13 @@ def test_autocasts_context_goes_on_with_the_casts_that_it_began_with(how: str) -
     check(build_of(Layers), loop, LATE_VARIANTS)
 
 
-@pytest.mark.parametrize("order", ["as they came", "last first", "cleared in between"])
-@pytest.mark.parametrize("how", ["in fp32", "penalty"])
+@pytest.mark.parametrize(
+    ("how", "order"),
+    slow_but(
+        [("in fp32", "last first"), ("penalty", "cleared in between")],
+        [(how, o) for how in ("in fp32", "penalty") for o in ("as they came", "last first", "cleared in between")],
+    ),
+)
 def test_two_graphs_of_which_one_uses_weights_in_full(how: str, order: str) -> None:
     """The gradient of a graph that is no cast's alone does not fit 16 bits, whichever backward comes before it."""
 

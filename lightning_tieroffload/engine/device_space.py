@@ -265,13 +265,16 @@ class DeviceSpace:
         while self._dead:
             shard, charge = self._dead.popleft()
             self.table.remove(shard)
-            self.ledger.release(Tier.DEVICE, charge[0])
+            nbytes, charge[0] = charge[0], 0
+            self.ledger.release(Tier.DEVICE, nbytes)
         self._count_homes()
 
     def add_wire(self, unit: UnitState, dtype: torch.dtype) -> None:
         """Give a unit's castable weights a wire part, made from their full one."""
         with self.lock:
-            self._add_part(unit.make_wire(dtype))
+            wire = unit.make_wire(dtype)
+            self._add_part(wire)
+            unit.wire = wire
 
     def split_home(self, unit: UnitState) -> bool:
         """Make the home of a bf16 wire part a split master. False where something holds a form of it just now."""
@@ -284,7 +287,10 @@ class DeviceSpace:
             for part in (full, wire):
                 if part.is_resident:
                     self._evict(part)
-            self._add_part(unit.split_home())
+            if unit.low is None:  # else Ctrl-C struck right behind it
+                low = unit.make_low()
+                self._add_part(low)
+                unit.split_home(low)
             self.host.note_written(unit.param_block)
             self.host.write_behind(unit.param_block)
             return True
@@ -585,6 +591,7 @@ class DeviceSpace:
         with self.lock:
             if part.shard not in self.table:
                 self._add_part(part)
+            if part not in part.unit.device_state:
                 part.unit.device_state.append(part)
 
     def update_on_device(
@@ -1142,12 +1149,15 @@ class DeviceSpace:
         with self.lock:
             self._touched = []
             used_nbytes = 0
-            for unit in self.units:
+            parts_of = [(unit, unit.all_parts) for unit in self.units]
+            while self._dead:  # not among those; one of those that dies from here on will be forgotten as any other
+                self.table.remove(self._dead.popleft()[0])
+            for unit, parts in parts_of:
                 is_meant = unit in units
                 unit.num_windows = 0 if is_meant else unit.num_windows
                 if is_meant:
                     unit.window_threads.clear()
-                for part in unit.all_parts:
+                for part in parts:
                     part.num_leases = 0 if is_meant else part.num_leases
                     part.is_resident = part.has_memory
                     part.charged_nbytes = min(part.charged_nbytes, part.nbytes) if part.is_resident else 0

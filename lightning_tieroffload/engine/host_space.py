@@ -344,9 +344,10 @@ class HostSpace:
         segment = next(each for each in block.segments if each.arena is arena)
         if block.is_paged:
             self.bring_in(block, to_write=True)
+        block.segments.remove(segment)  # before it leaves the store, wherever Ctrl-C strikes: what is listed is written
+        if block.is_paged:
             self._forget(segment)
             self._uncharge(block, arena.nbytes)
-        block.segments.remove(segment)
 
     # ------------------------------------------------------------------------------------------------- room
     def _charge(self, block: HostBlock, nbytes: int) -> None:

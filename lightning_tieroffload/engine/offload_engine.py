@@ -318,7 +318,7 @@ class _Core:
 
     def _push_over_checkpoint(self) -> bool:
         """See [Note: a checkpoint counts]."""
-        return push_hooks(self.space, self.gradients.on_unpack, is_over_checkpoint=True)
+        return self.num_open > 0 and push_hooks(self.space, self.gradients.on_unpack, is_over_checkpoint=True)
 
     @property
     def num_open(self) -> int:
@@ -1052,6 +1052,7 @@ class OffloadEngine:
                 if engine is not None:  # one may have been inside the other's forward, in this thread
                     engine._hooks.reset()
             self.gradients.drop_born()
+            self.core.wire.reset(self.units)
             self.space.reset(self.units)
         if unseen is not None:
             raise unseen
@@ -1072,6 +1073,7 @@ class OffloadEngine:
         pending = scheduler.clear_pending_error()
         if stopped is not None and stopped is not pending:
             return stopped  # a time-out or Ctrl-C: something may be running still
+        self.space.streams.settle()
         self.space.host.reset()
         for unit in self.space.units:
             unit.update = unit.home_update = None

@@ -323,7 +323,8 @@ def pop_left_hooks(space: DeviceSpace) -> None:
     """
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         owner = getattr(top[0], "__self__", None)
-        is_ours = isinstance(owner, SavedHooks) and owner._by_storage is space.by_storage
+        # Over a checkpoint's every engine of the process has pushed its own.
+        is_ours = isinstance(owner, SavedHooks) and (owner._by_storage is space.by_storage or owner.is_over_checkpoint)
         if not is_ours and not any(_is_torchs(top, name) for name in ("_checkpoint_hook.", "_recomputation_hook.")):
             return
         pop_hooks()

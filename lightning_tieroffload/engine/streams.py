@@ -89,6 +89,10 @@ class Streams(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Wait for every copy: after Ctrl-C some may have been ordered whose tickets nobody has."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -206,6 +210,9 @@ class HostStreams:
             self._trace.add("d2h", label, start_s, time.perf_counter(), target.nbytes)
         return LANDED, {}
 
+    def settle(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 
@@ -269,10 +276,13 @@ class DelayedStreams:
     ) -> tuple[CopyTicket, dict[float, torch.Tensor]]:
         return self._later(lambda: _add(target, before, grad), "d2h", label, target.nbytes), {}
 
-    def close(self) -> None:
+    def settle(self) -> None:
         with self._lock:
             for ticket in list(self._pending):
                 self.run(ticket)
+
+    def close(self) -> None:
+        self.settle()
 
 
 class _CudaTicket:
@@ -419,6 +429,10 @@ class CudaStreams:
             self._in_flight = [t for t in self._in_flight if not t.done()]
             self._in_flight.append(ticket)
         return ticket
+
+    def settle(self) -> None:
+        for stream in (self._upload_stream, self._sums_stream, self._download_stream):
+            stream.synchronize()
 
     def close(self) -> None:
         with self._lock:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -334,11 +336,27 @@ def _wrap_compile_session(original: Callable[..., Any]) -> Callable[..., Any]:
     return _compile_session_context
 
 
+def _end_autocast(caller: FrameType) -> None:
+    """Ctrl-C struck where autocast's context had emptied its cache, and not yet gone back to what was before it.
+
+    Nothing else will: everything that follows in the process would compute in 16 bits.
+    """
+    context = caller.f_locals.get("self")
+    if isinstance(context, torch.autocast) and caller.f_code is torch.autocast.__exit__.__code__:
+        torch.set_autocast_enabled(context.device, context.prev)
+        torch.set_autocast_dtype(context.device, context.prev_fastdtype)
+        torch.set_autocast_cache_enabled(context.prev_cache_enabled)
+
+
 def _wrap_clear_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clear_autocast_cache() -> None:
-        original()
-        _call_all(_on_clear)
+        try:
+            original()
+            _call_all(_on_clear)
+        except BaseException:
+            _end_autocast(sys._getframe(1))
+            raise
 
     return clear_autocast_cache
 

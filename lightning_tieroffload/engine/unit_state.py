@@ -20,6 +20,7 @@ is flash, they are there while ``HostSpace`` says so, and everything that reads 
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import enum
 import sys
@@ -48,7 +49,6 @@ __all__ = [
     "GradPlace",
     "GradRecord",
     "HostBlock",
-    "Kept",
     "Loan",
     "OtherCopy",
     "Part",
@@ -362,7 +362,10 @@ class HostBlock:
         return False
 
 
-Kept = tuple[torch.Tensor, int, int]  # over a part's storage, how often it refers to it, and which storage it is
+def _set_all(changes: Iterable[tuple[Any, str, Any]]) -> None:
+    """Assign (owner, name, value) all in one call of C, so that Ctrl-C finds either all done or nothing."""
+    owners, names, values = zip(*changes, strict=True)
+    collections.deque(map(setattr, owners, names, values), maxlen=0)
 
 
 class Loan:
@@ -370,13 +373,14 @@ class Loan:
 
     __slots__ = ("block", "ticket")
 
-    def __init__(self, block: Block) -> None:
-        self.block = block
+    def __init__(self) -> None:
+        self.block: Block | None = None
         self.ticket: CopyTicket = LANDED  # the last upload out of it
 
     def end(self) -> None:
-        self.ticket.wait()
-        self.block.free()
+        if self.block is not None:
+            self.ticket.wait()
+            self.block.free()
 
 
 class Part:
@@ -414,6 +418,7 @@ class Part:
         }[form]
         self.shard = f"{unit.index}/{unit.name}:{form.value}:{kind or dtype}:{castable}:{slots[0].index}:{copy}"
         self._num_own_refs = 0
+        self._kept: dict[int, int] = {}  # tensors over the storage that the engine keeps: how often each refers to it
         if self.is_for_compute:
             self._new_storage()
         self.home_arena: PinnedArena | None = None
@@ -476,6 +481,7 @@ class Part:
         """The storage has all the views that are the unit's own; from here on any other is an alias. Released."""
         self.release()
         self._num_own_refs = storage_owners(self.storage)
+        self._kept.clear()
 
     def device_view(self, index: int) -> torch.Tensor:
         slot = self.slots[index]
@@ -498,20 +504,19 @@ class Part:
         """Tensors outside the unit that share the storage. See [Note: handed-out tensors]."""
         if not self.is_for_compute:
             return 0
-        return storage_owners(self.storage) - self._num_own_refs
+        return storage_owners(self.storage) - self._num_own_refs - sum(self._kept.values())
 
-    def keep(self, make: Callable[[], torch.Tensor]) -> Kept:
-        """A tensor over the storage that the engine itself keeps: no alias, until ``forget`` with what is returned."""
+    def keep(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A tensor over the storage that the engine itself keeps: no alias until ``forget``, which must come."""
         before = storage_owners(self.storage)
         tensor = make()
-        num_refs = storage_owners(self.storage) - before
-        self._num_own_refs += num_refs
-        return tensor, num_refs, self.key
+        key, num_refs = id(tensor), storage_owners(self.storage) - before
+        self._kept[key] = num_refs
+        return tensor
 
-    def forget(self, kept: Kept) -> None:
-        _, num_refs, key = kept
-        if key == self.key:  # else the storage has been left to others since
-            self._num_own_refs -= num_refs
+    def forget(self, tensor: torch.Tensor) -> None:
+        """It counts as an alias while it lives. Again, or where the storage was left to others since: nothing."""
+        self._kept.pop(id(tensor), None)
 
     def materialise(self, *, poison: bool) -> None:
         with torch._C._InferenceMode(False):
@@ -674,7 +679,7 @@ class UnitState:
         self.low: Part | None = None  # beside a bfloat16 wire part, whose home is the split masters' high half
         # Calls of it that have dropped their activations and wait for backward.
         self.folded: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._num_old = 0
+        self._num_made = 0  # parts that came later
         # Weak: an old part lives as long as something that a graph has saved of it.
         self._old_parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
         # By kind of state and slot: several slots share one, and a slot of several optimizers has several. Whoever
@@ -895,9 +900,17 @@ class UnitState:
         """The castable weights in full."""
         return next(part for part in self.full_parts if part.castable)
 
+    def _make_part(self, form: Form, dtype: torch.dtype, slots: list[ParamSlot], *, castable: bool) -> Part:
+        """One that comes later. Its name is its own: an earlier one may not have died yet that Ctrl-C kept from use."""
+        self._num_made += 1
+        return Part(self, form, dtype, slots, castable=castable, copy=self._num_made)
+
     def make_wire(self, dtype: torch.dtype) -> Part:
-        """Give the castable weights a wire part. Their home stays as it is; what is uploaded is cast from it."""
-        wire = self.wire = Part(self, Form.WIRE, dtype, self.castable_part.slots, castable=True)
+        """A wire part of the castable weights. Their home stays as it is; what is uploaded is cast from it.
+
+        The caller lists it before it becomes ``wire``.
+        """
+        wire = self._make_part(Form.WIRE, dtype, self.castable_part.slots, castable=True)
         wire.seal()
         return wire
 
@@ -911,12 +924,12 @@ class UnitState:
         """A part for the bits of the wire part of now; None where DRAM has no room for them. ``fill_old`` follows."""
         wire = self.wire
         assert wire is not None
-        old = Part(self, Form.OLD, wire.dtype, slots, castable=False, copy=self._num_old)
-        block = lend(old.nbytes)
+        old = self._make_part(Form.OLD, wire.dtype, slots, castable=False)
+        loan = old.loan = Loan()
+        weakref.finalize(old, loan.end).atexit = False
+        loan.block = block = lend(old.nbytes)
         if block is None:
             return None
-        old.loan = Loan(block)
-        weakref.finalize(old, old.loan.end).atexit = False
         old.home_flat = block.tensor(old.dtype, (old.nbytes // old.dtype.itemsize,))
         old.seal()
         return old
@@ -927,45 +940,52 @@ class UnitState:
         old.home_flat.zero_()  # the padding travels too
         for slot in old.slots:
             old.home_view(slot).copy_(self.wire_home(slot))
-        self._old_parts[self._num_old] = old
-        self._num_old += 1
+        self._old_parts[id(old)] = old
 
-    def split_home(self) -> Part:
-        """Make a settled home the split master, whose high half is the home of the bf16 wire part; the low one is new.
+    def make_low(self) -> Part:
+        """The part for ``split_home``."""
+        return self._make_part(Form.LOW, torch.uint8, self.castable_part.slots, castable=True)
+
+    def split_home(self, low: Part) -> None:
+        """Make a settled home the split master, whose high half is the home of the bf16 wire part, the low one of this.
 
         Not for fp16: 16 more bits would not give the fp32 weight back.
         """
         full, wire = self.castable_part, self.wire
         assert wire is not None
         assert wire.dtype == torch.bfloat16
-        low = self.low = Part(self, Form.LOW, torch.uint8, full.slots, castable=True)
         arena = self.new_arena(
             round_up(wire.nbytes, _GRAIN_NBYTES) + round_up(low.nbytes, _GRAIN_NBYTES),
             f"split masters of {self.name}",
             self.param_block,
         )
         high_block, low_block = arena.take(wire.nbytes), arena.take(low.nbytes)
-        wire.home_arena = low.home_arena = arena
-        wire.home_flat = high_block.tensor(wire.dtype, (wire.nbytes // 2,))
-        low.home_flat = low_block.tensor(torch.uint8, (low.nbytes,))
-        wire.home_flat.zero_()
+        high_flat = high_block.tensor(wire.dtype, (wire.nbytes // 2,))
+        low_flat = low_block.tensor(torch.uint8, (low.nbytes,))
+        high_flat.zero_()
+        changes: list[tuple[Any, str, Any]] = [
+            (wire, "home_arena", arena), (wire, "home_flat", high_flat), (low, "home_arena", arena),
+            (low, "home_flat", low_flat), (full, "home_arena", None), (full, "home_flat", None), (self, "low", low),
+        ]  # fmt: skip
         for index, slot in enumerate(full.slots):
-            split = self.split_views(index, wire.home_flat, low.home_flat)
+            split = self._split_views(wire, low, index, high_flat, low_flat)
             split_f32(flat_numpy(slot.home), split.hi_u16, split.lo_u16, split.ties_u8)
-            slot.split = split
-            slot.home = None  # type: ignore[assignment]
-            slot.host_param = None  # a view of the old home, which it would keep mapped
-        full.home_flat = None
-        if full.home_arena is not None:
-            self._close_arena(full.home_arena, self.param_block)
-            full.home_arena = None
-        return low
+            # An optimizer's clone is a view of the old home, which it would keep mapped.
+            changes += (slot, "split", split), (slot, "home", None), (slot, "host_param", None)
+        old_arena = full.home_arena
+        _set_all(changes)
+        if old_arena is not None:
+            self._close_arena(old_arena, self.param_block)
 
     def split_views(self, index: int, wire_flat: torch.Tensor, low_flat: torch.Tensor) -> SplitMaster:
         """The split master of the castable slot ``index`` in host tensors with the layout of the wire and low parts."""
         wire, low = self.wire, self.low
         assert wire is not None
         assert low is not None
+        return self._split_views(wire, low, index, wire_flat, low_flat)
+
+    @staticmethod
+    def _split_views(wire: Part, low: Part, index: int, wire_flat: torch.Tensor, low_flat: torch.Tensor) -> SplitMaster:
         numel, high_at, low_at = wire.slots[index].numel, wire.offsets[index], low.offsets[index]
         ties_at = low_at + round_up(2 * numel, _GRAIN_NBYTES)
         return SplitMaster(

@@ -35,7 +35,7 @@ import torch
 
 from lightning_tieroffload.engine.device_space import DeviceSpace, is_in_transform, is_seen, outside_transforms
 from lightning_tieroffload.engine.params import ParamSlot
-from lightning_tieroffload.engine.unit_state import Kept, UnitState, WireState
+from lightning_tieroffload.engine.unit_state import UnitState, WireState
 from lightning_tieroffload.errors import UnsupportedError
 
 __all__ = ["Wire", "wire_dtype"]
@@ -90,7 +90,7 @@ class Wire:
 
     def __init__(self, space: DeviceSpace) -> None:
         self._space = space
-        self._casts: dict[ParamSlot, Kept] = {}  # autocast's cache: the stand-ins
+        self._casts: dict[ParamSlot, torch.Tensor] = {}  # autocast's cache: the stand-ins
         self._cached: set[ParamSlot] = set()  # whose cast autocast itself keeps
         self._outdated: set[ParamSlot] = set()  # whose weight has changed since its cast was made
         self._num_updates_inside = 0  # contexts in which there was an update
@@ -184,7 +184,7 @@ class Wire:
                 if cast is None:
                     slot.unit.has_casts = True
                     cast = self._casts[slot] = slot.unit.wire.keep(lambda: self._new_cast(slot))
-                return cast[0]
+                return cast
 
     @staticmethod
     def _new_cast(slot: ParamSlot) -> torch.Tensor:
@@ -212,33 +212,39 @@ class Wire:
 
     def _keep(self, slot: ParamSlot, *, may_keep: bool) -> None:
         """The weight has changed, or is about to: its stand-in gets memory of its own with the old bits."""
-        self._outdated.add(slot)
-        slot.unit.has_old_casts = True
-        kept = cast, *_ = self._casts.pop(slot)
-        if may_keep:
-            old = self._space.home_cast(slot)
+        cast = self._casts[slot]
+        old = self._space.home_cast(slot) if may_keep else None
+        slot.unit.wire.forget(cast)
+        if old is not None:
             with torch._C._InferenceMode(False), torch._C.DisableTorchFunctionSubclass():
                 cast.data = old  # it stays the output of the one cast, at which gradients of all its uses are summed
-            self._casts[slot] = cast, 0, 0
             self._note_cached([slot], slot.unit.wire.dtype)
-        slot.unit.wire.forget(kept)
+        self._outdated.add(slot)
+        slot.unit.has_old_casts = True
+        if old is None:
+            del self._casts[slot]
 
     def drop_casts(self) -> None:
         """Autocast has emptied its cache."""
-        if self._outdated:
-            for slot in self._outdated:
-                slot.unit.has_casts = slot.unit.has_old_casts = False
-            self._outdated.clear()
+        if self._casts or self._outdated:
+            with self._space.lock:
+                self._drop(set(self._casts) | self._outdated)
         if self._cached:
             self._cached.clear()
             self._space.cached_casts_nbytes = 0
-        if self._casts:
-            with self._space.lock:
-                casts, self._casts = self._casts, {}
-                for slot, kept in casts.items():
-                    slot.unit.has_casts = False
-                    slot.unit.wire.forget(kept)
-                casts.clear()
+
+    def reset(self, units: Sequence[UnitState]) -> None:
+        """After an exception: Ctrl-C may have struck while casts were made, kept or dropped."""
+        with self._space.lock:
+            self._drop({slot for slot in {*self._casts, *self._outdated} if slot.unit in units})
+
+    def _drop(self, slots: set[ParamSlot]) -> None:
+        for slot in slots:
+            slot.unit.has_casts = slot.unit.has_old_casts = False
+            if slot in self._casts:
+                slot.unit.wire.forget(self._casts[slot])
+                del self._casts[slot]
+        self._outdated -= slots
 
     def _used(self, slot: ParamSlot, dtype: torch.dtype) -> bool:
         """Note a use by autocast's cast; False where the weight is not (any more) one that may travel in 16 bits."""

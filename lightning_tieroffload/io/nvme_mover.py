@@ -200,17 +200,19 @@ class NvmeMover:
 
             try:
                 self._submit_all("write", pieces, memory, priority, urgent, (*after, *before), may_fail)
+                ticket: TransferTicket[None] = self._scheduler.when_all(
+                    pieces.tickets,
+                    label=f"write {name}",
+                    finish=lambda: pieces.open().commit(),
+                    otherwise=give_up,
+                    nbytes=len(memory),
+                    may_fail=may_fail,
+                )
+                order.write, order.reads = ticket, []
             except BaseException as error:
+                # Ctrl-C may have struck behind the pieces: without a ticket nobody would end the version.
+                self._scheduler.abandon(pieces.tickets)
                 give_up(error)
-            ticket: TransferTicket[None] = self._scheduler.when_all(
-                pieces.tickets,
-                label=f"write {name}",
-                finish=lambda: pieces.open().commit(),
-                otherwise=give_up,
-                nbytes=len(memory),
-                may_fail=may_fail,
-            )
-            order.write, order.reads = ticket, []
         return ticket
 
     def forget(self, name: str) -> None:
@@ -262,18 +264,17 @@ class NvmeMover:
         try:
             for piece in self._store.pieces_of(pieces.name):
                 part = memory[piece.start_nbytes : piece.start_nbytes + piece.extent.nbytes]
-                pieces.tickets.append(
-                    self._scheduler.submit(
-                        f"{verb}{piece.path_index}",
-                        functools.partial(pieces.run, f"{verb}_piece", piece.index, part),
-                        label=f"{verb} {pieces.name} piece {piece.index} at {piece.extent.path}",
-                        priority=priority,
-                        nbytes=piece.extent.nbytes,
-                        urgent=urgent,
-                        after=after,
-                        owner=pieces.name,
-                        may_fail=may_fail,
-                    )
+                self._scheduler.submit(
+                    f"{verb}{piece.path_index}",
+                    functools.partial(pieces.run, f"{verb}_piece", piece.index, part),
+                    label=f"{verb} {pieces.name} piece {piece.index} at {piece.extent.path}",
+                    priority=priority,
+                    nbytes=piece.extent.nbytes,
+                    urgent=urgent,
+                    after=after,
+                    owner=pieces.name,
+                    may_fail=may_fail,
+                    announce=pieces.tickets.append,
                 )
         except BaseException:  # the scheduler refuses more, since something else has failed meanwhile
             self._scheduler.abandon(pieces.tickets)
