@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import os
 import random
@@ -24,6 +25,7 @@ from torch import nn
 
 import lightning_tieroffload as tieroffload
 from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.engine import torch_patches
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.host_space import HostSpace
@@ -270,6 +272,77 @@ def test_copies_that_ctrl_c_left_have_landed_behind_reset() -> None:
         engine.reset()
         assert torch.equal(target, source)
     engine.close()
+
+
+def test_autocast_ends_where_ctrl_c_strikes_us_at_its_end() -> None:
+    class Struck:
+        def call(self) -> None:
+            raise KeyboardInterrupt
+
+    model, optimizer = _build()
+    tieroffload.offload(model, optimizer, **SETTINGS)
+    engine, struck = engine_of(model), Struck()
+    assert engine is not None
+    torch_patches.when_autocast_ends(struck.call)
+    before = torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    with pytest.raises(KeyboardInterrupt), torch.autocast("cpu", torch.float16, cache_enabled=False):
+        pass
+    assert not torch.is_autocast_enabled("cpu")
+    assert before == (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
+    del struck
+    engine.close()
+
+
+def test_old_casts_that_died_are_not_counted_twice_by_reset() -> None:
+    model, optimizer = _build()
+    tieroffload.offload(model, optimizer, **{**SETTINGS, "device_budget": "1MiB"})
+    engine = engine_of(model)
+    assert engine is not None
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(torch.ones(4, 64)).float() ** 2).mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        if step == 2:
+            loss.backward(retain_graph=True)
+            assert any(part.is_resident for unit in engine.units for part in unit._old_parts.values())
+        del loss
+        gc.collect()
+    engine.reset()
+    with torch.no_grad():
+        model(torch.ones(4, 64))
+    held_nbytes = sum(part.charged_nbytes for unit in engine.units for part in unit.all_parts)
+    assert engine.space.ledger[Tier.DEVICE].used_nbytes == held_nbytes
+    engine.close()
+
+
+def test_a_mapping_that_leaves_the_store_is_not_listed(plain_late: Plain, tmp_path: Path, monkeypatch: Any) -> None:
+    """Struck right behind: reset, and the rest goes on without it."""
+    settings = {**SETTINGS, "nvme_paths": [str(tmp_path)], "state_home": "nvme"}
+    settings["dram_budget"] = least_dram(_build, tmp_path, state_home="nvme") + 65536
+    model, optimizer = _build()
+    fresh = copy.deepcopy(optimizer.state_dict())
+    tieroffload.offload(model, optimizer, **settings)
+    engine = engine_of(model)
+    assert engine is not None
+    forget = engine.space.host._forget
+
+    def struck(segment: Any) -> None:
+        forget(segment)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.space.host, "_forget", struck)
+    with pytest.raises(KeyboardInterrupt):
+        plain_late.fit(model, optimizer)
+    monkeypatch.undo()
+    engine.reset()
+    optimizer.zero_grad()
+    model.load_state_dict(plain_late.boundaries[0])
+    optimizer.load_state_dict(fresh)
+    plain_late.fit(model, optimizer)
+    engine.close()
+    actual = take_down(model, [optimizer])
+    assert [key for key in plain_late.expected if not same_bits(plain_late.expected[key], actual.get(key))] == []
 
 
 def _checkpoints_pair() -> Any:
