@@ -274,6 +274,28 @@ def test_copies_that_ctrl_c_left_have_landed_behind_reset() -> None:
     engine.close()
 
 
+def test_a_fetch_that_ctrl_c_cut_off_copies_nothing_into_memory_that_is_gone(monkeypatch: Any) -> None:
+    model, optimizer = _build()
+    tieroffload.offload(model, optimizer, **SETTINGS, debug=["delays"])
+    engine = engine_of(model)
+    assert engine is not None
+    streams: Any = engine.space.streams
+    order = streams.upload
+
+    def struck(*arguments: Any) -> None:
+        order(*arguments)
+        raise KeyboardInterrupt
+
+    for _ in range(10):
+        monkeypatch.setattr(streams, "upload", struck)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(4, 64))
+        assert streams._pending == []
+        monkeypatch.undo()
+        engine.reset()
+    engine.close()
+
+
 def test_autocast_ends_where_ctrl_c_strikes_us_at_its_end() -> None:
     class Struck:
         def call(self) -> None:

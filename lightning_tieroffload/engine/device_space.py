@@ -769,6 +769,7 @@ class DeviceSpace:
             part.materialise(poison=self.poison)
             self._upload(part)
         except BaseException:
+            self._streams.settle()  # Ctrl-C may have struck behind the order of a copy whose ticket nobody has then
             self._release_storage(part)
             raise
         self.num_fetches += 1
