@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import FULL, POISON, Variant, attach, check, run, same_bits
-from fakes import Stack, batches
+from exactness import FULL, POISON, QUICK, Variant, attach, check, run, same_bits
+from fakes import Block, Stack, batches
+from torch import nn
 
 from lightning_tieroffload.errors import UnsupportedError
 
@@ -88,6 +89,43 @@ def test_another_thread_reads_while_training() -> None:
         look(losses=losses)
 
     check(build, loop, FULL)
+
+
+class Nosy(Block):
+    """Its forward looks at, or holds on to, a weight of another block."""
+
+    seen: list[nn.Module]
+    how: str
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.seen[0].up.weight
+        look = weight.data if self.how == "data" else weight.detach()
+        x = super().forward(x) * look.abs().mean()
+        if self.how == "held":
+            self.__dict__["held"] = look
+        return x
+
+
+@pytest.mark.parametrize("how", ["detached", "data", "held"])
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+def test_a_forward_looks_at_weights_of_a_unit_that_will_run_again(activations: str, how: str) -> None:
+    """In the middle of one unit's window another one runs again, as its weights may be written from then on."""
+
+    def make() -> Any:
+        model = Stack(4)
+        for index in (2, 3):
+            nosy = Nosy()
+            nosy.__dict__.update(seen=[model.blocks[index - 2]], how=how)
+            model.blocks[index] = nosy
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(5, 4, 24):
+            look(loss=train(model, optimizer, x))
+            for block in model.blocks:
+                block.__dict__.pop("held", None)
+
+    check(make, loop, (*QUICK, *FULL), activations=activations)
 
 
 def test_shared_memory_is_refused() -> None:

@@ -1125,9 +1125,11 @@ class DeviceSpace:
                     for part in parts:
                         self._ensure_part(part)
                 result = call()
-                for part in parts:
-                    if part.num_aliases() > 0:
-                        self.unfold(part.unit)
+                # A thread that only looks on runs nobody's forward: what it writes then races plainly too.
+                if self._is_in_training():
+                    for part in parts:
+                        if part.num_aliases() > 0:
+                            self.unfold(part.unit)
             finally:
                 with outside_transforms():
                     self._touched = before
@@ -1138,6 +1140,11 @@ class DeviceSpace:
                         self._notice_writes(part)
                     self._reclaim()
             return result
+
+    def _is_in_training(self) -> bool:
+        """Whether the calling thread runs forwards or backwards of units here, or nobody else does."""
+        threads = self._forward_threads
+        return not threads or threading.get_ident() in threads or torch._C._current_graph_task_id() != -1
 
     def reset(self, units: Sequence[UnitState]) -> None:
         """After an exception: no window of these units is open and no lease held any more. Values are kept.
