@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from exactness import Variant, assert_ordinary, attach, same_bits, seed_all
 from fakes import batches, mlp_loss
 from loopkit import mlp
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_tieroffload import engine_of, offload
 from lightning_tieroffload.engine.optimizer import Updates
-from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.errors import ConfigError, TierOffloadError
 from lightning_tieroffload.kernels.primitives import LazyKernel
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "device_budget": 3 * 16640, "dram_budget": "1GiB", "debug": ["poison"]}
@@ -200,3 +202,17 @@ def test_time_limits_do_not_run_while_kernels_are_compiled(name: str, monkeypatc
     engine.close()
     assert threads[0] == threading.main_thread().name
     assert len(threads) > 2
+
+
+def test_what_fails_while_it_is_made_leaves_torchs_functions_alone(tmp_path: Path) -> None:
+    """The exception keeps what was half made alive, and torch's patched functions may still ask it."""
+    (tmp_path / "file").touch()
+    whole = attach(nn.Linear(4, 4), None, Variant())  # they are patched from now on
+    with pytest.raises(TierOffloadError) as caught:
+        attach(nn.Linear(4, 4), None, Variant(), nvme_paths=[tmp_path / "file"])
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert layer.weight.grad is not None
+    assert caught.value is not None
+    whole.close()

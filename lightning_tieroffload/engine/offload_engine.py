@@ -88,6 +88,9 @@ class _Core:
     delay_seed = 0  # of the virtual delays of debug="delays"; tests set it on the class to try several
 
     def __init__(self, config: TierOffloadConfig, device: torch.device, adopted_nbytes: int) -> None:
+        self.engines: list[
+            weakref.ref[OffloadEngine]
+        ] = []  # first: torch's own functions ask for it before this is over
         self.config = config
         self.device = device
         on_host = device.type == "cpu"
@@ -194,7 +197,6 @@ class _Core:
         self.updates.on_step = self._on_step
         self.gradients.on_end = self._on_backward_end
         self.updates.on_updated = self.profiler.updated
-        self.engines: list[weakref.ref[OffloadEngine]] = []
 
     def _on_step(self) -> None:
         self.planner.on_step()
