@@ -88,9 +88,8 @@ class _Core:
     delay_seed = 0  # of the virtual delays of debug="delays"; tests set it on the class to try several
 
     def __init__(self, config: TierOffloadConfig, device: torch.device, adopted_nbytes: int) -> None:
-        self.engines: list[
-            weakref.ref[OffloadEngine]
-        ] = []  # first: torch's own functions ask for it before this is over
+        # First: torch's own functions ask for them before this is over.
+        self.engines: list[weakref.ref[OffloadEngine]] = []
         self.config = config
         self.device = device
         on_host = device.type == "cpu"
@@ -331,6 +330,12 @@ class _Core:
         are_narrow = self.are_grads_narrow
         return sum(unit.running_dram_nbytes(are_grads_narrow=are_narrow) for unit in self.space.units)
 
+    def made_state_nbytes(self) -> int:
+        """Optimizer state in DRAM, in blocks and beside them."""
+        engine = next((e for ref in self.engines if (e := ref()) is not None), None)
+        beside_nbytes = engine._state_nbytes() if engine is not None else 0
+        return sum(unit.state_block.dram_nbytes for unit in self.space.units) + beside_nbytes
+
     def expect_narrow_grads(self) -> None:
         """The budget holds gradients in 16 bits alone: a wider one is refused where it has no room."""
         self.are_grads_narrow = True
@@ -353,10 +358,7 @@ class _Core:
         """What activations may still map: the budget less what homes, gradients and optimizer state hold or will."""
         if self.store is not None:
             return self.activation_nbytes - self.activations.mapped_nbytes()
-        engine = next((e for ref in self.engines if (e := ref()) is not None), None)
-        made_nbytes = sum(unit.state_dram_nbytes() for unit in self.space.units)
-        made_nbytes += engine._state_nbytes() if engine is not None else 0
-        held_nbytes = self.running_dram_nbytes() + max(self.state_estimate_nbytes, made_nbytes)
+        held_nbytes = self.running_dram_nbytes() + max(self.state_estimate_nbytes, self.made_state_nbytes())
         held_nbytes += self.activations.mapped_nbytes()
         return self.space.ledger[Tier.DRAM].budget_nbytes - held_nbytes
 
@@ -789,7 +791,7 @@ class OffloadEngine:
     def _check_dram(self, more_nbytes: int, what: str) -> None:
         account = self.space.ledger[Tier.DRAM]
         core, units = self.core, self.space.units
-        more_nbytes += sum(unit.state_dram_nbytes() for unit in units) + self._state_nbytes()
+        more_nbytes += core.made_state_nbytes()
         need_nbytes = core.running_dram_nbytes() + more_nbytes
         if need_nbytes > account.budget_nbytes:
             narrow_nbytes = sum(unit.running_dram_nbytes(are_grads_narrow=True) for unit in units) + more_nbytes

@@ -441,10 +441,8 @@ class CudaStreams:
             self._in_flight.clear()
 
 
-_SETTERS = (
-    "_accelerator_setAllocatorSettings",
-    "_cuda_cudaCachingAllocator_set_allocator_settings",
-)  # since 2.10; before
+# Since torch 2.10, and before.
+_SETTERS = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
 
 
 def let_segments_grow() -> bool:

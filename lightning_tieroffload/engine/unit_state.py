@@ -311,6 +311,11 @@ class HostBlock:
     def nbytes(self) -> int:
         return sum(segment.arena.nbytes for segment in self.segments)
 
+    @property
+    def dram_nbytes(self) -> int:
+        """What is used of it in DRAM now."""
+        return self.charged_nbytes if self.is_paged else sum(s.arena.used_nbytes for s in self.segments)
+
     def give_pages_back(self) -> None:
         with self._on_device():
             for segment in self.segments:
@@ -827,8 +832,7 @@ class UnitState:
 
         ``are_grads_narrow``: those that may come in 16 bits are taken to come so.
         """
-        mapped_nbytes = sum(grad.nbytes for grad in self._host_grads.values())
-        held_nbytes = self.dram_nbytes() - self.state_dram_nbytes() - mapped_nbytes
+        held_nbytes = self.dram_nbytes() - self.state_block.dram_nbytes - self._mapped_grads_nbytes()
         if are_grads_narrow and self.low is None:  # weights will be split masters, which have a bit more each
             castable = [slot for slot in self.slots if slot.castable]
             held_nbytes += sum(
@@ -1044,8 +1048,11 @@ class UnitState:
             return 0
         missing = self._missing_grads(slot, slot.dtype)
         wide_nbytes = sum(round_up(s.numel * s.dtype.itemsize, _GRAIN_NBYTES) for s in missing)
-        unmapped_nbytes = sum(self._grads_nbytes(True)) - sum(grad.nbytes for grad in self._host_grads.values())
+        unmapped_nbytes = sum(self._grads_nbytes(True)) - self._mapped_grads_nbytes()
         return wide_nbytes - unmapped_nbytes
+
+    def _mapped_grads_nbytes(self) -> int:
+        return sum(grad.nbytes for grad in self._host_grads.values())
 
     def _narrow_view(self, slot: ParamSlot, dtype: torch.dtype) -> torch.Tensor:
         """Where sums come in full width, the 16-bit gradient of a first micro-batch stands at their block's beginning.
@@ -1079,18 +1086,7 @@ class UnitState:
 
         Of what is at home on flash, what is in DRAM now.
         """
-        total_nbytes = 0
-        for block in self.blocks:
-            if block.is_paged:
-                total_nbytes += block.charged_nbytes
-            else:
-                total_nbytes += sum(segment.arena.used_nbytes for segment in block.segments)
-        return total_nbytes
-
-    def state_dram_nbytes(self) -> int:
-        """Of ``dram_nbytes`` what is optimizer state."""
-        block = self.state_block
-        return block.charged_nbytes if block.is_paged else sum(s.arena.used_nbytes for s in block.segments)
+        return sum(block.dram_nbytes for block in self.blocks)
 
     def close(self) -> None:
         """Give the host memory back once nothing refers to it."""
