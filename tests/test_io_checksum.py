@@ -27,6 +27,7 @@ def test_published_values() -> None:
     assert crc32_of(memoryview(b"123456789")) == 0xCBF43926
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("function", [xxh3_of, crc32_of])
 def test_hashing_lets_other_threads_run(function: Callable[[memoryview], int]) -> None:
     """While one thread hashes for long, another gets on in pure Python: the interpreter lock is not held."""

@@ -156,6 +156,7 @@ def test_faults_under_transfers_that_nobody_waits_for(
     assert time.monotonic() - started_s < 5 + 10  # the works before the fault, and then at once
 
 
+@pytest.mark.alone
 def test_a_slow_path_does_not_hold_back_the_error_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Path a takes 0.3 s a call and has 40 queued, path b fails: the error is there at once, a is spared the rest."""
     with ExtentStore([tmp_path / "a", tmp_path / "b"], block_nbytes=BLOCK_NBYTES) as store:

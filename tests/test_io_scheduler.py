@@ -842,6 +842,7 @@ def test_con_05_an_error_nobody_saw_is_told_at_exit() -> None:
     assert "at exit: ZeroDivisionError" in done.stderr
 
 
+@pytest.mark.alone
 def test_submit_is_cheap_and_throughput_is_high() -> None:
     """Generous bounds for a busy machine; the figures are in tests/benchmarks."""
     with one_lane(concurrency=2) as scheduler:

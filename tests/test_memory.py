@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from loopkit import start
 
+pytestmark = pytest.mark.alone
 WIDTH, NUM_LAYERS = 1024, 48
 NUM_PARAMS = NUM_LAYERS * WIDTH * (WIDTH + 1) + WIDTH + 1
 DEVICE_BUDGET = 16 * NUM_PARAMS // 4

@@ -15,6 +15,7 @@ import pytest
 from loopkit import python, start
 from test_memory import held_nbytes
 
+pytestmark = pytest.mark.alone
 MiB, GiB = 1 << 20, 1 << 30
 
 SCRIPT = """

@@ -45,6 +45,7 @@ def ticket_after(after_s: float) -> tuple[_CudaTicket, FakeEvent, list[tuple[str
     return ticket, event, stalls
 
 
+@pytest.mark.alone
 def test_wait_of_a_copy_ends_at_its_deadline() -> None:
     """The error names copy, way, bytes, device and the setting; the copy's memory stays referenced while it runs."""
     ticket, event, stalls = ticket_after(0.3)

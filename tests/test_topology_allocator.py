@@ -328,6 +328,7 @@ def test_unknown_name_of_the_package():
         assert getattr(package, name) is not None
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["nearest", "regret"])
 def test_ten_thousand_senders_and_helpers_in_a_second(order):

@@ -68,7 +68,7 @@ def test_watched_steps_against_others(benchmark: Any) -> None:
 
     def alternate() -> float:
         laps: dict[bool, list[float]] = {True: [], False: []}
-        for index in range(60):
+        for index in range(60 if benchmark.enabled else 2):
             is_watched = bool(index % 2)
             (planner._watch if is_watched else planner._stop_watching)()
             start_s = time.process_time()  # of all threads: neighbours on the machine do not show
@@ -98,7 +98,7 @@ def test_forecast_against_measured(benchmark: Any, budget: str) -> None:
     def measure() -> float:
         for _ in range(8):
             step(model, optimizer, x)
-        return statistics.median(step(model, optimizer, x) for _ in range(20))
+        return statistics.median(step(model, optimizer, x) for _ in range(20 if benchmark.enabled else 1))
 
     measured_s = benchmark.pedantic(measure, rounds=1)
     forecast = engine.report()["forecast"]

@@ -18,6 +18,7 @@ from lightning_tieroffload import engine_of, offload
 from lightning_tieroffload.engine.device_updates import is_state_held
 
 pytest.importorskip("pytest_benchmark")
+pytestmark = pytest.mark.alone
 
 NUM_UNITS = 30
 MOST_S_A_HOOK = 150e-6

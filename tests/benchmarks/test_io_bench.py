@@ -19,6 +19,7 @@ from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler
 from lightning_tieroffload.memory.arena import PinnedArena
 from lightning_tieroffload.sizes import GiB, KiB, MiB
 
+pytestmark = pytest.mark.alone
 _NUM_WORKS = 5000
 
 

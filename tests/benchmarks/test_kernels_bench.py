@@ -20,6 +20,7 @@ from lightning_tieroffload.kernels.pool import KernelPool
 from lightning_tieroffload.kernels.split import SplitMaster, merge_slice, split_f32, split_slice
 
 pytest.importorskip("pytest_benchmark")
+pytestmark = pytest.mark.alone
 
 NUMEL = 1 << 22  # 16 MiB an fp32 array: far beyond the caches with five of them
 NUM_ROUNDS = 5

@@ -15,6 +15,7 @@ from lightning_tieroffload.topology import PlacementProblem, allocate, brute_for
 from lightning_tieroffload.topology.flows import check_allocation
 from lightning_tieroffload.topology.picture import draw_history
 
+pytestmark = pytest.mark.alone
 # The published figure for a search over 4,096 configurations (WATOS, on its authors' machine).
 PUBLISHED_S = 0.274
 
