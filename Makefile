@@ -20,8 +20,7 @@ INSTALLED_DEMO := $(VENV)/.installed-demo
 # Threads that wait sleep: spinning ones take the other worker's core.
 define RUN_TESTS
 @trap 'exit 130' INT; beside=0; alone=0; \
-OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --benchmark-disable \
-	--part beside $(PYTEST_ARGS) || beside=$$?; \
+OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -q -n $(TEST_WORKERS) --dist loadfile --part beside --benchmark-disable $(PYTEST_ARGS) || beside=$$?; \
 $(RUN) -m pytest -q --part alone $(PYTEST_ARGS) || alone=$$?; \
 case "$$beside $$alone" in "0 0" | "0 5" | "5 0") exit 0 ;; esac; \
 echo "Failed; pytest's exit codes: $$beside of the tests side by side, $$alone of those alone (0: passed, 5: none)."; exit 1

@@ -562,7 +562,7 @@ def _nvme_free(paths: tuple[str, ...], num_local: int) -> tuple[int, str]:
 
 _THERE: dict[str, tuple[str, ...]] = {
     "activations": ("auto", "keep", "offload", "recompute"),
-    "update_on": ("auto", "cpu", "device"),
+    "update_on": ("auto", "cpu", "device", "split"),
     "state_dtype": ("fp32",),
     "master_weights": ("as_given",),
 }

@@ -39,7 +39,10 @@ _LANES = (
     "host",
     "h2d",
     "h2d of sums",
+    "h2d of state",
+    "streamed",
     "d2h",
+    "d2h of state",
     "update",
     "kernels",
 )

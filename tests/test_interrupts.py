@@ -25,12 +25,14 @@ from torch import nn
 
 import lightning_tieroffload as tieroffload
 from lightning_tieroffload.concepts import Tier
-from lightning_tieroffload.engine import torch_patches
+from lightning_tieroffload.engine import offload_engine, torch_patches
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.host_space import HostSpace
 from lightning_tieroffload.engine.offload_engine import engine_of
+from lightning_tieroffload.engine.optimizer import Updates
 from lightning_tieroffload.engine.saved import push_hooks
+from lightning_tieroffload.engine.streamed_updates import StreamedUpdates
 from lightning_tieroffload.engine.unit_state import UnitState
 from lightning_tieroffload.engine.wire import Wire
 from lightning_tieroffload.memory.arena import PinnedArena
@@ -141,6 +143,7 @@ def _strike(at: int, plain: Plain, **settings: Any) -> Strike:
     space = engine.space
     held_nbytes = sum(part.charged_nbytes for unit in space.units for part in unit.all_parts)
     assert engine.gradients.charged_nbytes == 0
+    held_nbytes += engine.core.updates.passing_nbytes
     assert space.ledger[Tier.DEVICE].used_nbytes == held_nbytes
     account = engine.report()["tiers"]["device"]
     assert account["peak_nbytes"] <= account["budget_nbytes"]
@@ -208,6 +211,31 @@ def test_ctrl_c_while_weights_get_other_homes(plain_late: Plain, one_thread: Non
     assert len(ats) > 20
     for at in ats:
         _strike(at, plain_late)
+
+
+@pytest.mark.parametrize("num_places", [6, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("debug", [["poison"], ["poison", "delays"]], ids="+".join)
+def test_ctrl_c_while_streamed_updates_are_ordered(
+    debug: list[str], num_places: int, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At places of what lines them up: none is half done, and what they pass through is charged as it is there."""
+    monkeypatch.setattr(offload_engine, "_HOST_STREAMED_SHARE", 1.0)
+    monkeypatch.setattr("lightning_tieroffload.engine.device_updates.choose_device_units", lambda *_: set())
+    kernels = {"optimizer_kernel": "numba", "profile_steps": 0, "device_budget": 400_000}
+    model, optimizer = _build()
+    boundaries = [{key: value.clone() for key, value in model.state_dict().items()}]
+    tieroffload.offload(model, optimizer, **{**SETTINGS, **kernels, "update_on": "cpu"})
+    _fit(model, optimizer, boundaries)
+    engine = engine_of(model)
+    assert engine is not None
+    engine.close()
+    plain = Plain(_fit, boundaries, take_down(model, [optimizer]))
+    settings = {**kernels, "update_on": "split", "debug": debug}
+    orders = [Updates._order_streamed_update, StreamedUpdates.order, StreamedUpdates.reserve]
+    ats = _places_in(orders, plain, **settings)
+    assert len(ats) > 30
+    for at in random.Random(0).sample(ats, min(num_places, len(ats))):
+        _strike(at, plain, **settings)
 
 
 @pytest.mark.slow

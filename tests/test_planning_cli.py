@@ -211,7 +211,6 @@ def test_a_measured_profile_is_taken_as_it_is_and_only_for_its_batch(
         (("estimate", "tiny", "--nvme-paths", "/flash"), "give nvme_budget too"),
         (("estimate", "tiny", "--device-budget", "1e400"), "8 EiB"),
         (("estimate", "tiny", "--state-dtype", "fp8"), "state_dtype='fp8' is not supported"),
-        (("plan", "tiny", "--update-on", "split"), "update_on='split' is not supported"),
         (("plan", "tiny", "--master-weights", "fp32"), "master_weights='fp32' is not supported"),
     ],
 )

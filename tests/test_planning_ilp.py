@@ -356,7 +356,7 @@ def test_a_device_too_small_names_the_least_that_works(num_units: int) -> None:
     assert error.tier == "DEVICE"
 
 
-@pytest.mark.parametrize("num_units", [4, 12, pytest.param(20, marks=pytest.mark.slow)])  # in groups of 1, 2 and 4
+@pytest.mark.parametrize("num_units", [4, 20])
 def test_dram_too_small_names_the_least_that_works(num_units: int) -> None:
     instance = instance_of(chain(num_units), 4 * GiB, dram_budget_nbytes=200 * MiB, activations=(
         ActivationChoice.KEEP, ActivationChoice.RECOMPUTE))  # fmt: skip

@@ -67,6 +67,11 @@ def is_seen() -> bool:
     return not all(getattr(type(mode), "is_engines", False) for mode in modes)
 
 
+def _is_streamed(update: Any) -> bool:
+    """Whether the update goes through the device, which orders copies behind it. See [Note: streamed updates]."""
+    return getattr(update, "is_streamed", False)
+
+
 _Context = contextlib.AbstractContextManager[Any]
 _NOWHERE: _Context = contextlib.nullcontext()
 
@@ -390,6 +395,14 @@ class DeviceSpace:
         """Block until every ordered update of the unit has landed in its home."""
         self._wait(unit.home_update)
         unit.home_update = None
+
+    def _wait_home_for(self, part: Part) -> None:
+        """The part's home can be copied up, by what is ordered from here on."""
+        unit = part.unit
+        if _is_streamed(unit.home_update) and part.home_flat is not None:
+            self._streams.upload_behind(unit.home_update)
+        else:
+            self.wait_home(unit)
 
     def _wait(self, update: Ticket | None) -> None:
         if update is not None:
@@ -742,7 +755,7 @@ class DeviceSpace:
     def _cast_or_settle(self, part: Part) -> bool:
         """Make the part on the device from another one there, else its home readable. Whether it was made."""
         unit = part.unit
-        self.wait_home(unit)
+        self._wait_home_for(part)
         if part.form is Form.FULL and part.castable:
             self._settle_split(unit)
         elif part.castable:
@@ -922,7 +935,7 @@ class DeviceSpace:
                 self._land(part)
                 return
         if part.loan is None:
-            self.wait_home(part.unit)
+            self._wait_home_for(part)
         # A unit may hand a parameter to another unit's forward: what user code reads by itself is fetched even
         # where compute's own leases fill the budget, and is the user's memory then. So is the other form of a unit
         # whose window is open: a backward inside its forward reads what an earlier window saved.

@@ -1,4 +1,4 @@
-"""Floor 7. Updates on the device: state, split masters and gradients are there, and compute's own stream updates them.
+"""Floor 8. Updates on the device: state, split masters and gradients are there, and compute's own stream updates them.
 
 Owns nothing but the order of things: parts are the units', memory and residency the space's, arithmetic the kernels'.
 
@@ -23,6 +23,7 @@ import torch
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
+from lightning_tieroffload.engine.streamed_updates import choose_streamed_units, staging_nbytes
 from lightning_tieroffload.engine.unit_state import (
     Factor,
     Part,
@@ -65,8 +66,9 @@ class DeviceUpdates:
         self._scales: dict[tuple[int, ...], tuple[list[Factor], torch.Tensor]] = {}
 
     def can_update(self, unit: UnitState, kernels: Iterable[Any]) -> bool:
-        """Whether the plan has the unit updated here, and it can be just now."""
-        if unit.choice.update_on is not UpdatePlace.DEVICE or unit.is_paged:
+        """Whether the plan has the unit updated here, where its state is at home, and it can be just now."""
+        choice = unit.choice
+        if choice.update_on is not UpdatePlace.DEVICE or choice.state_home is not Tier.DEVICE or unit.is_paged:
             return False
         if unit.wire is not None and (unit.low is None or unit.wire_state is not WireState.READY):
             return False
@@ -271,17 +273,22 @@ def is_state_held(unit: UnitState, slots: Iterable[ParamSlot], state: dict[Any, 
     return False
 
 
-def assign_device_units(units: Sequence[UnitState], budget_nbytes: int, prefetch_units: int) -> None:
-    """Give units a device home and updates on the device, as far as the budget goes; the rest stay with the CPU.
+def assign_device_units(
+    units: Sequence[UnitState], budget_nbytes: int, prefetch_units: int, streamed_share: float = 0.0
+) -> None:
+    """Give units a device home and updates on the device, as far as the budget goes; the rest stay with DRAM.
 
-    See ``choose_device_units``.
+    See ``choose_device_units``. ``streamed_share`` of the rest are updated on the device too, and the others on the
+    CPU: see [Note: streamed updates].
     """
-    chosen = choose_device_units(units, budget_nbytes, prefetch_units)
+    room_nbytes = staging_nbytes(budget_nbytes) if streamed_share > 0 else 0
+    chosen = choose_device_units(units, budget_nbytes - room_nbytes, prefetch_units)
+    streamed = choose_streamed_units([unit for unit in units if unit not in chosen], streamed_share)
     for unit in units:
-        place = UpdatePlace.DEVICE if unit in chosen else UpdatePlace.CPU
+        place = UpdatePlace.DEVICE if unit in chosen or unit in streamed else UpdatePlace.CPU
         home = Tier.DEVICE if unit in chosen else Tier.DRAM
         was_here = unit.choice.state_home is Tier.DEVICE
-        if unit in chosen or was_here:
+        if unit in chosen or was_here or place is not unit.choice.update_on:
             param_home = home if home is Tier.DEVICE or was_here else unit.choice.param_home
             unit.choice = dataclasses.replace(
                 unit.choice, param_home=param_home, state_home=home, grad_home=home, update_on=place

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -75,10 +76,14 @@ __all__ = ["OffloadEngine", "engine_of", "spec_nbytes"]
 
 _log = logging.getLogger(__name__)
 _UPDATE_LANE = "update"
+_STREAMED_LANE = "streamed update"
 _IO_THREADS = 8  # four calls under way keep a disk busy; four threads more hash and wait meanwhile (log.md)
 _BLOCK_NBYTES = 4 * MiB
 _PROBE_FROM_NBYTES = 1 * GiB  # of weights
 _PAGE_NBYTES = 4096
+_HOST_STREAMED_SHARE = 0.5  # the DEVICE tier is host memory: there is nothing to gain, and all to exercise
+_FIRST_STREAMED_SHARE = 0.25  # until both sides were seen
+_NUM_SHARES = 32
 _SCALARS_NBYTES = 8  # what a class keeps beside tensors of a parameter's shape (``step``)
 
 
@@ -141,6 +146,8 @@ class _Core:
         self.space.lend_host = self._lend_host
         # Two units at a time on a GPU: one may wait for its gradients while the other's kernels run.
         lanes = [LaneSpec(name=_UPDATE_LANE, concurrency=1 if on_host else 2)]
+        if _wants_device_updates(config, device):
+            lanes.append(LaneSpec(name=_STREAMED_LANE))
         self.store: ExtentStore | None = None
         self._drives = EnduranceMeter(())
         if config.nvme_paths:
@@ -169,12 +176,14 @@ class _Core:
             self.wire,
             submit=self._submit_update,
             submit_later=self._submit_later,
+            submit_streamed=functools.partial(self.scheduler.submit, _STREAMED_LANE),
             kernel=self._optimizer_kernel(),
             find_kernel=_find_kernel,
             make_pool=lambda: _make_pool(device),
             plan_homes=self._plan_homes,
         )
         self._planned_for: Any = None
+        self._share_steps: int | None = None
         self.updates.before_step = self._before_step
         self.profiler = Profiler(
             device,
@@ -209,28 +218,43 @@ class _Core:
 
     def _optimizer_kernel(self) -> str:
         kernel, update_on = self.config.optimizer_kernel, self.config.update_on
-        if update_on == "device" and kernel == "torch":
+        if update_on in ("device", "split") and kernel == "torch":
             raise UnsupportedError(
-                'update_on="device" uses update kernels of ours, and optimizer_kernel="torch" asks for torch\'s own. '
-                'Leave out one of the two, or set update_on="cpu".'
+                f'update_on="{update_on}" uses update kernels of ours, and optimizer_kernel="torch" asks for torch\'s '
+                'own. Leave out one of the two, or set update_on="cpu".'
             )
-        return "numba" if update_on == "device" else kernel
+        return "numba" if update_on in ("device", "split") else kernel
 
     def _updates_on_device(self) -> bool:
-        update_on = self.config.update_on
-        is_wanted = update_on == "device" or (update_on == "auto" and self.device.type != "cpu")
-        return is_wanted and self.updates.kernel != "torch"
+        return _wants_device_updates(self.config, self.device) and self.updates.kernel != "torch"
 
     def _plan_homes(self) -> None:
         """Between two steps: what stays on the device where there is room. Called under the residency lock."""
         if not self._updates_on_device():
             return
         units = self.space.units
-        key = tuple((unit.index, unit.wire_state, unit.grad_nbytes, unit.has_accumulated) for unit in units)
+        share = self._streamed_share()
+        key = (share, *((unit.index, unit.wire_state, unit.grad_nbytes, unit.has_accumulated) for unit in units))
         if key != self._planned_for:
             self._planned_for = key
             budget_nbytes = self.space.ledger[Tier.DEVICE].budget_nbytes
-            assign_device_units(self._by_next_use(), budget_nbytes, self.space.prefetch_units)
+            assign_device_units(self._by_next_use(), budget_nbytes, self.space.prefetch_units, share)
+
+    def _streamed_share(self) -> float:
+        """Of what is updated from DRAM, the part that goes through the device, so that both sides end together."""
+        if self.planner.plan is not None:
+            return 0.0  # it says where each unit's update runs
+        if self.config.update_on == "device":
+            return 1.0
+        if self.device.type == "cpu":
+            return _HOST_STREAMED_SHARE
+        seen = self.updates.streamed_share
+        if seen is None:
+            return _FIRST_STREAMED_SHARE
+        # In steps, so that units do not change sides for every breath of a neighbour.
+        if self._share_steps is None or abs(seen * _NUM_SHARES - self._share_steps) > 1:
+            self._share_steps = round(seen * _NUM_SHARES)
+        return min(max(self._share_steps, 1), _NUM_SHARES - 1) / _NUM_SHARES
 
     def _by_next_use(self) -> list[UnitState]:
         order = self.space.next_uses()
@@ -469,6 +493,11 @@ def _find_kernel(cls: type, group: dict[str, Any], dtype: torch.dtype) -> Any:
     from lightning_tieroffload.kernels.registry import find_kernel
 
     return find_kernel(cls, group, dtype)
+
+
+def _wants_device_updates(config: TierOffloadConfig, device: torch.device) -> bool:
+    """Whether the settings have updates on the device, as far as there are kernels for it."""
+    return config.update_on in ("device", "split") or (config.update_on == "auto" and device.type != "cpu")
 
 
 def _make_pool(device: torch.device) -> Any:
@@ -1056,6 +1085,7 @@ class OffloadEngine:
                 if engine is not None:  # one may have been inside the other's forward, in this thread
                     engine._hooks.reset()
             self.gradients.drop_born()
+            self.core.updates.forget_streamed()
             self.core.wire.reset(self.units)
             self.space.reset(self.units)
         if unseen is not None:

@@ -38,6 +38,7 @@ from lightning_tieroffload.engine.device_updates import DeviceSource, DeviceUpda
 from lightning_tieroffload.engine.gradients import Gradients, fits_host
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
 from lightning_tieroffload.engine.reach import REMAPPED_DEPTH, inner_optimizers, reaches_past_its_groups
+from lightning_tieroffload.engine.streamed_updates import StreamedSource, StreamedTicket, StreamedUpdates
 from lightning_tieroffload.engine.unit_state import Factor, GradPlace, UnitState, flat_numpy, flat_view, number_format
 from lightning_tieroffload.engine.wire import Wire, wire_dtype
 from lightning_tieroffload.errors import TierOffloadError, UnsupportedError
@@ -523,6 +524,7 @@ class Updates:
 
     Args:
         submit: puts work on the update lane, ``submit(work, label=, priority=, after=, announce=) -> Ticket``.
+        submit_streamed: the same, without ``after``, for the lane of streamed updates.
         kernel: ``"torch"``, ``"numba"`` or ``"auto"`` (numba with an accelerator, torch without one: then the
             numbers are those of the plain run).
         find_kernel: ``(class, group, dtype) -> kernel or None``, see ``kernels.registry``.
@@ -537,6 +539,7 @@ class Updates:
         *,
         submit: Callable[..., Ticket],
         submit_later: Callable[..., Ticket],
+        submit_streamed: Callable[..., Ticket],
         kernel: str,
         find_kernel: Callable[[type, dict[str, Any], torch.dtype], Any] | None,
         make_pool: Callable[[], Any] | None,
@@ -556,9 +559,16 @@ class Updates:
         self._pool: Any = None
         self._compiled_for: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._on_device = DeviceUpdates(space, self._get_pool)
+        self._streamed = StreamedUpdates(space, submit_streamed, self._get_pool)
+        relieve = space.on_pressure  # of gradients
+        space.on_pressure = lambda must: relieve(must) or (must and self._streamed.release())
         self.before_step: Callable[[Optimizer], None] | None = None
         self.num_steps = 0
-        self.num_unit_updates = {"cpu": 0, "device": 0}
+        self._cpu_pass = _CpuPass(0)
+        # Of the elements that are updated from DRAM, those that the link takes while the CPU takes the others; None
+        # before both were seen side by side.
+        self.streamed_share: float | None = None
+        self.num_unit_updates = {"cpu": 0, "device": 0, "streamed": 0}
         self._step_at_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS + 1)
         self.on_step: Callable[[], None] | None = None  # called between two steps, with no lock held
         # Told of each update on the CPU when it has ended: step, elements, when it began to compute, which pass.
@@ -607,10 +617,21 @@ class Updates:
         with self._space.lock, torch._C._InferenceMode(False):
             torch._C._set_grad_enabled(False)
             self._space.host.begin_step()
+            self._note_rates()
             self._order_updates(raw, cls)
             self._wire.consider()
             self._plan_homes()
         return loss
+
+    def _note_rates(self) -> None:
+        """How fast the last step's updates from DRAM went, on either side, from when the gradients were known."""
+        streamed, cpu = self._streamed.rate(), self._cpu_pass.rate()
+        self._streamed.begin_step()
+        self._cpu_pass = _CpuPass(self.num_steps)
+        if streamed is not None and cpu is not None:
+            now = streamed / (streamed + cpu)
+            before = self.streamed_share
+            self.streamed_share = now if before is None else (before + now) / 2
 
     def _compile_kernels(self, raw: Optimizer, cls: type[Optimizer]) -> None:
         """Before its first step: an update's waiters have a time limit, and a loaded machine takes half a minute."""
@@ -668,11 +689,14 @@ class Updates:
     ) -> None:
         # What the CPU does begins first: it takes longest, and enqueuing on the device takes this thread's time.
         on_device: list[tuple[UnitState, list[DeviceSource], int]] = []
+        streamed: list[tuple[UnitState, int]] = []
         for priority, unit in enumerate(self._by_next_use(by_unit)):
             self._space.keep_old(unit, [slot for slot, _ in by_unit[unit]])
             sources = self._device_sources(raw, cls, unit, by_unit[unit], groups)
             if sources:
                 on_device.append((unit, sources, priority))
+            elif self._may_stream(raw, cls, unit, by_unit[unit], groups):
+                streamed.append((unit, priority))
             else:
                 self._order_cpu_update(raw, cls, unit, by_unit[unit], groups, priority)
         while on_device:
@@ -685,6 +709,82 @@ class Updates:
             for source in sources:
                 if not source.entry:
                     dict.pop(raw.state, source.slot.param)  # the class keeps nothing for this parameter
+        for unit, priority in streamed:
+            if self._streamed.reserve():
+                self._order_streamed_update(raw, cls, unit, by_unit[unit], groups, priority)
+            else:
+                self._order_cpu_update(raw, cls, unit, by_unit[unit], groups, priority)
+
+    def _may_stream(
+        self,
+        raw: Optimizer,
+        cls: type[Optimizer],
+        unit: UnitState,
+        items: list[tuple[ParamSlot, int]],
+        groups: list[dict[str, Any]],
+    ) -> bool:
+        """Whether the plan streams the unit's update, and all that it needs is in DRAM or on its way there."""
+        kernels = [self._kernel_for(cls, groups[index], slot.dtype) for slot, index in items]
+        if not self._streamed.can_update(unit, kernels):
+            return False
+        self._space.wait_update(unit)  # it may be making state
+        slots = [slot for slot, _ in items]
+        has_all = all(self._has_all_in_dram(raw, slot, kernel) for slot, kernel in zip(slots, kernels, strict=True))
+        return has_all and not is_state_held(unit, slots, raw.state)
+
+    def _has_all_in_dram(self, raw: Optimizer, slot: ParamSlot, kernel: Any) -> bool:
+        """Whether a parameter's gradient is out of autograd's field, and its state there, as a kernel takes it.
+
+        What is not there yet is made by the CPU. Refers to state while it runs, as a user might.
+        """
+        entry = dict.get(raw.state, slot.param)
+        if not self._gradients.is_down(slot) or not isinstance(entry, dict):
+            return False
+        if kernel.uses_step and not isinstance(entry.get("step"), torch.Tensor):
+            return False
+        tensors = [entry.get(kind) for kind in kernel.state_names]
+        return all(
+            type(tensor) is torch.Tensor
+            and tensor.dtype == torch.float32
+            and tensor.device.type == "cpu"
+            and tensor.shape == slot.shape
+            for tensor in tensors
+        )
+
+    def _order_streamed_update(
+        self,
+        raw: Optimizer,
+        cls: type[Optimizer],
+        unit: UnitState,
+        items: list[tuple[ParamSlot, int]],
+        groups: list[dict[str, Any]],
+        priority: int,
+    ) -> None:
+        """See [Note: streamed updates]."""
+        sources: list[StreamedSource] = []
+        for slot, index in items:
+            entry, group = dict.__getitem__(raw.state, slot.param), groups[index]
+            kernel = self._kernel_for(cls, group, slot.dtype)
+            for kind in kernel.state_names:
+                part = unit.find_state(slot, kind, entry[kind])
+                if part is None:  # it came from elsewhere: a load
+                    entry[kind] = unit.new_state(slot, kind).copy_(entry[kind])
+                    part = unit.find_state(slot, kind, entry[kind])
+                assert part is not None
+                part.pin_home()
+            ready, grad, factors = self._gradients.update_source(slot)
+            sources.append(StreamedSource(slot, group, kernel, entry, grad, ready, factors))
+        _, copies = self._space.order_update(unit, [slot for slot, _ in items])
+
+        def announce(ticket: StreamedTicket) -> None:
+            self._space.update_ordered(unit, ticket)
+
+        self._streamed.order(unit, sources, copies, priority, announce)
+        for source in sources:
+            if source.kernel.uses_step:
+                source.entry["step"] += 1
+        self.num_unit_updates["streamed"] += 1
+        self._space.refresh(unit)
 
     def _order_cpu_update(
         self,
@@ -952,6 +1052,8 @@ class Updates:
         self._tell_updated(num_step, sum(source.slot.numel for source in sources), start_s, is_later=True)
 
     def _tell_updated(self, num_step: int, numel: int, start_s: float, *, is_later: bool = False) -> None:
+        if not is_later:
+            self._cpu_pass.note(num_step, numel, start_s)
         if self.on_updated is not None:
             self.on_updated(num_step, numel, start_s, is_later=is_later)
 
@@ -1158,7 +1260,17 @@ class Updates:
                 host.note_written(block)
                 host.write_behind(block)
 
+    @property
+    def passing_nbytes(self) -> int:
+        """Bytes of the device budget that streamed updates hold to pass through."""
+        return self._streamed.charged_nbytes
+
+    def forget_streamed(self) -> None:
+        """After an exception, before the ledger counts anew."""
+        self._streamed.forget()
+
     def close(self) -> None:
+        self._streamed.release()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -1324,6 +1436,27 @@ class _TwoPasses:
         self.first.wait(timeout_s)
         if self.second is not None:
             self.second.wait(timeout_s)
+
+
+class _CpuPass:
+    """How fast the CPU goes over the weights of one step. Noted from the lane's threads, read when they are done."""
+
+    def __init__(self, num_step: int) -> None:
+        self._num_step = num_step
+        self._lock = threading.Lock()
+        self._numel = 0
+        self._begin_s, self._end_s = float("inf"), 0.0
+
+    def note(self, num_step: int, numel: int, start_s: float) -> None:
+        if num_step == self._num_step:
+            with self._lock:
+                self._numel += numel
+                self._begin_s = min(self._begin_s, start_s)
+                self._end_s = max(self._end_s, time.perf_counter())
+
+    def rate(self) -> float | None:
+        with self._lock:
+            return self._numel / (self._end_s - self._begin_s) if self._end_s > self._begin_s else None
 
 
 class _AsCopy:

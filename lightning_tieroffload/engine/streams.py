@@ -9,7 +9,7 @@ for an event of the compute stream) and its target may be read only behind the t
 compute behind the copy without blocking the host, ``wait()`` blocks the host. The host runs ahead of compute, so what a
 copy reads in DRAM may be overwritten there only behind ``wait()``, however long ago compute was ordered. Memory that a
 copy still reads or writes is released only behind ``before_compute()``: the allocator then hands it out in
-compute-stream order, after the copy.
+compute-stream order, after the copy. A ``Pipe`` alone is behind nothing but what its callers name.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ __all__ = [
     "LinkRates",
     "Marks",
     "Pairs",
+    "Pipe",
     "Streams",
     "let_segments_grow",
     "make_clock",
@@ -89,11 +90,43 @@ class Streams(Protocol):
         """
         ...
 
+    def make_pipe(self) -> Pipe:
+        """A way up, through work and down again beside compute."""
+        ...
+
+    def upload_behind(self, ticket: CopyTicket) -> None:
+        """Uploads that are ordered from here on run behind it; the host does not wait where the device can."""
+        ...
+
     def settle(self) -> None:
         """Wait for every copy: after Ctrl-C some may have been ordered whose tickets nobody has."""
         ...
 
     def close(self) -> None: ...
+
+
+class Pipe(Protocol):
+    """Copies and work beside compute, which run in the order of what each names in ``after``, and of their own kind.
+
+    Nothing is ordered behind compute unless ``compute_so_far`` is named: what is copied lies in memory that compute
+    neither reads nor writes meanwhile, and the caller says from when on. One thread orders at a time.
+    """
+
+    def compute_so_far(self) -> CopyTicket: ...
+    def load(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket: ...
+    def work(self, call: Callable[[], None], label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
+        """Run ``call``, which enqueues on the current stream; ``held`` is referred to until it has run."""
+        ...
+
+    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket: ...
+
+    def seconds(self, begin: CopyTicket, end: CopyTicket) -> float | None:
+        """Between two of its tickets; None before the later one is reached, and where nobody counts."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for all of it."""
+        ...
 
 
 class _Landed:
@@ -210,10 +243,48 @@ class HostStreams:
             self._trace.add("d2h", label, start_s, time.perf_counter(), target.nbytes)
         return LANDED, {}
 
+    def make_pipe(self) -> Pipe:
+        return _HostPipe(self)
+
+    def upload_behind(self, ticket: CopyTicket) -> None:
+        ticket.wait()
+
     def settle(self) -> None:
         return None
 
     def close(self) -> None:
+        return None
+
+
+class _HostPipe:
+    """Everything at once, in the caller's thread."""
+
+    def __init__(self, streams: HostStreams) -> None:
+        self._streams = streams
+
+    def compute_so_far(self) -> CopyTicket:
+        return LANDED
+
+    def load(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
+        for ticket in after:
+            ticket.wait()
+        return self._streams.upload(pairs, label)
+
+    def work(self, call: Callable[[], None], label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
+        for ticket in after:
+            ticket.wait()
+        call()
+        return LANDED
+
+    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
+        for ticket in after:
+            ticket.wait()
+        return self._streams.download(pairs, label)
+
+    def seconds(self, begin: CopyTicket, end: CopyTicket) -> float | None:
+        return None
+
+    def settle(self) -> None:
         return None
 
 
@@ -249,7 +320,7 @@ class DelayedStreams:
                 self._pending.remove(ticket)
                 work()
 
-    def _later(self, work: Callable[[], None], kind: str, label: str, nbytes: int) -> CopyTicket:
+    def later(self, work: Callable[[], None], kind: str, label: str, nbytes: int) -> CopyTicket:
         def recorded() -> None:
             start_s = time.perf_counter()
             work()
@@ -265,16 +336,22 @@ class DelayedStreams:
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
         pairs = list(pairs)
-        return self._later(lambda: _copy(pairs), "h2d", label, _nbytes(pairs))
+        return self.later(lambda: _copy(pairs), "h2d", label, _nbytes(pairs))
 
     def download(self, pairs: Pairs, label: str) -> CopyTicket:
         pairs = list(pairs)
-        return self._later(lambda: _copy(pairs), "d2h", label, _nbytes(pairs))
+        return self.later(lambda: _copy(pairs), "d2h", label, _nbytes(pairs))
 
     def add_down(
         self, target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor, norm_types: Iterable[float], label: str
     ) -> tuple[CopyTicket, dict[float, torch.Tensor]]:
-        return self._later(lambda: _add(target, before, grad), "d2h", label, target.nbytes), {}
+        return self.later(lambda: _add(target, before, grad), "d2h", label, target.nbytes), {}
+
+    def make_pipe(self) -> Pipe:
+        return _DelayedPipe(self)
+
+    def upload_behind(self, ticket: CopyTicket) -> None:
+        ticket.wait()
 
     def settle(self) -> None:
         with self._lock:
@@ -285,12 +362,51 @@ class DelayedStreams:
         self.settle()
 
 
+class _DelayedPipe:
+    """Everything as late as can be, but for what it names."""
+
+    def __init__(self, streams: DelayedStreams) -> None:
+        self._streams = streams
+
+    def compute_so_far(self) -> CopyTicket:
+        return LANDED
+
+    def _behind(
+        self, after: Sequence[CopyTicket], call: Callable[[], None], kind: str, label: str, nbytes: int
+    ) -> CopyTicket:
+        after = list(after)
+
+        def work() -> None:
+            for ticket in after:
+                ticket.wait()
+            call()
+
+        return self._streams.later(work, kind, label, nbytes)
+
+    def load(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
+        pairs = list(pairs)
+        return self._behind(after, lambda: _copy(pairs), "h2d", label, _nbytes(pairs))
+
+    def work(self, call: Callable[[], None], label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
+        return self._behind(after, call, "streamed", label, 0)
+
+    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
+        pairs = list(pairs)
+        return self._behind(after, lambda: _copy(pairs), "d2h", label, _nbytes(pairs))
+
+    def seconds(self, begin: CopyTicket, end: CopyTicket) -> float | None:
+        return None
+
+    def settle(self) -> None:
+        self._streams.settle()
+
+
 class _CudaTicket:
     def __init__(
         self,
         event: torch.cuda.Event,
         device: torch.device,
-        held: Pairs,
+        held: Any,
         on_stall: OnStall,
         kind: str,
         label: str = "copy",
@@ -298,25 +414,25 @@ class _CudaTicket:
     ) -> None:
         self._label = label
         self._trace = trace
-        self._event = event
+        self.event = event
         self._device = device
         # The pairs stay referenced until the event: the caching allocator must not hand their memory out before.
-        self._held: Pairs | None = held
+        self._held: Any = held
         self._on_stall = on_stall
         self._kind = kind
 
     def done(self) -> bool:
-        if not self._event.query():
+        if not self.event.query():
             return False
         self._held = None
         return True
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if not self._event.query():
+        if not self.event.query():
             start_s = time.perf_counter()
             try:
                 if timeout_s is None:
-                    self._event.synchronize()
+                    self.event.synchronize()
                 else:
                     self._poll(timeout_s)
             finally:
@@ -327,10 +443,11 @@ class _CudaTicket:
         """CUDA has no timed wait: ask, sleep, ask again, at first often."""
         deadline_s = time.monotonic() + timeout_s
         sleep_s = _FIRST_SLEEP_S
-        while not self._event.query():
+        while not self.event.query():
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                nbytes = sum(source.nbytes for _, source in self._held or ())
+                is_copy = self._kind in ("h2d", "d2h")
+                nbytes = sum(source.nbytes for _, source in self._held or ()) if is_copy else 0
                 raise TransferTimeoutError(
                     f"{self._label} ({self._kind}, {format_nbytes(nbytes)}, {self._device}) was not complete after "
                     f"{timeout_s:.1f} s. Either the device is stuck, or what compute had enqueued before the copy "
@@ -339,13 +456,17 @@ class _CudaTicket:
             time.sleep(min(sleep_s, left_s))
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
+    def before_stream(self, stream: torch.cuda.Stream) -> None:
+        if not self.event.query():
+            stream.wait_event(self.event)
+
     def before_compute(self) -> None:
         # The stream of the copy's device: the current device may be another one while compute is on this one.
-        if self._event.query():
+        if self.event.query():
             return
         stream = torch.cuda.current_stream(self._device)
         begin = self._trace.mark(stream) if self._trace is not None else None
-        stream.wait_event(self._event)
+        stream.wait_event(self.event)
         if self._trace is not None:
             self._trace.add("stalls on the device", self._label, begin, self._trace.mark(stream))
 
@@ -363,6 +484,7 @@ class CudaStreams:
             # Sums come up on a stream of their own: compute waits for weights, and must not wait for these.
             self._sums_stream = torch.cuda.Stream(device)
         self._in_flight: list[_CudaTicket] = []
+        self._pipes: list[Pipe] = []
         self._lock = threading.Lock()
         self.rates = LinkRates()
 
@@ -387,7 +509,7 @@ class CudaStreams:
                 self.rates.note_events(kind, nbytes, start, event)
             if trace is not None:
                 trace.add(lane or kind, label, begin, trace.mark(stream), nbytes)
-        return self._remember(_CudaTicket(event, self._device, list(pairs), self._on_stall, kind, label, trace))
+        return self.remember(_CudaTicket(event, self._device, list(pairs), self._on_stall, kind, label, trace))
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
         return self._enqueue(self._upload_stream, pairs, label, "h2d")
@@ -422,9 +544,17 @@ class CudaStreams:
             if trace is not None:
                 trace.add("d2h", label, begin, trace.mark(down), target.nbytes)
         held = [(target, grad), (arrived, before), *((norm, norm) for norm in norms.values())]
-        return self._remember(_CudaTicket(event, self._device, held, self._on_stall, "d2h", label, trace)), norms
+        return self.remember(_CudaTicket(event, self._device, held, self._on_stall, "d2h", label, trace)), norms
 
-    def _remember(self, ticket: _CudaTicket) -> _CudaTicket:
+    def make_pipe(self) -> Pipe:
+        pipe = _CudaPipe(self, self._device, self._on_stall, self._trace)
+        self._pipes.append(pipe)
+        return pipe
+
+    def upload_behind(self, ticket: CopyTicket) -> None:
+        _order_behind(self._upload_stream, [ticket])
+
+    def remember(self, ticket: _CudaTicket) -> _CudaTicket:
         with self._lock:
             self._in_flight = [t for t in self._in_flight if not t.done()]
             self._in_flight.append(ticket)
@@ -433,12 +563,91 @@ class CudaStreams:
     def settle(self) -> None:
         for stream in (self._upload_stream, self._sums_stream, self._download_stream):
             stream.synchronize()
+        for pipe in self._pipes:
+            pipe.settle()
 
     def close(self) -> None:
         with self._lock:
             for ticket in self._in_flight:
                 ticket.wait()
             self._in_flight.clear()
+
+
+def _order_behind(stream: torch.cuda.Stream, after: Sequence[CopyTicket]) -> None:
+    """What is enqueued on the stream from here on runs behind these; the host waits for none that the device knows."""
+    for ticket in after:
+        order = getattr(ticket, "before_stream", None)
+        if order is not None:
+            order(stream)
+        else:
+            ticket.wait()
+
+
+class _CudaPipe:
+    """A stream for each of the three."""
+
+    def __init__(
+        self, streams: CudaStreams, device: torch.device, on_stall: OnStall, trace: TraceRecorder | None
+    ) -> None:
+        self._streams = streams
+        self._device = device
+        self._on_stall = on_stall
+        self._trace = trace
+        with torch.cuda.device(device):
+            self._load_stream = torch.cuda.Stream(device)
+            self._work_stream = torch.cuda.Stream(device)
+            self._store_stream = torch.cuda.Stream(device)
+
+    def seconds(self, begin: CopyTicket, end: CopyTicket) -> float | None:
+        first, last = (getattr(ticket, "event", None) for ticket in (begin, end))
+        if first is None or last is None or not (first.query() and last.query()):
+            return None
+        return float(first.elapsed_time(last)) / 1e3
+
+    def _ticket(self, stream: torch.cuda.Stream, held: Any, kind: str, label: str) -> CopyTicket:
+        # Who waits for it gives its core to the kernels meanwhile.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(stream)
+        ticket = _CudaTicket(event, self._device, held, self._on_stall, kind, label, self._trace)
+        return self._streams.remember(ticket)
+
+    def compute_so_far(self) -> CopyTicket:
+        return self._ticket(torch.cuda.current_stream(self._device), (), "compute", "compute")
+
+    def _copies(
+        self, stream: torch.cuda.Stream, pairs: Pairs, kind: str, label: str, after: Sequence[CopyTicket]
+    ) -> CopyTicket:
+        trace = self._trace
+        with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
+            _order_behind(stream, after)
+            begin = trace.mark(stream) if trace is not None else None
+            with torch.cuda.stream(stream):
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+            if trace is not None:
+                trace.add(f"{kind} of state", label, begin, trace.mark(stream), _nbytes(pairs))
+            return self._ticket(stream, pairs, kind, label)
+
+    def load(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
+        return self._copies(self._load_stream, pairs, "h2d", label, after)
+
+    def work(self, call: Callable[[], None], label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
+        stream, trace = self._work_stream, self._trace
+        with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
+            _order_behind(stream, after)
+            begin = trace.mark(stream) if trace is not None else None
+            with torch.cuda.stream(stream):
+                call()
+            if trace is not None:
+                trace.add("streamed", label, begin, trace.mark(stream))
+            return self._ticket(stream, held, "update", label)
+
+    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
+        return self._copies(self._store_stream, pairs, "d2h", label, after)
+
+    def settle(self) -> None:
+        for stream in (self._load_stream, self._work_stream, self._store_stream):
+            stream.synchronize()
 
 
 # Since torch 2.10, and before.

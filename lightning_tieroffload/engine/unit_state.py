@@ -492,6 +492,12 @@ class Part:
         slot = self.slots[index]
         return self.flat.as_strided(slot.shape, slot.stride, self.offsets[index])
 
+    def pin_home(self) -> None:
+        """Page-lock what the part's copy in DRAM lies in; what is refused stays pageable, with a warning."""
+        if self.home_arena is not None and self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                self.home_arena.pin(is_fresh=False)
+
     def home_view(self, slot: ParamSlot) -> torch.Tensor:
         """The slot's tensor in DRAM, with its shape and strides."""
         assert self.home_flat is not None
@@ -765,7 +771,7 @@ class UnitState:
             arena = PinnedArena(round_up(part.nbytes, _GRAIN_NBYTES), pin=False, label=part.name, place=self._place)
             part.home_flat = arena.take(part.nbytes).tensor(torch.float32, (part.nbytes // 4,))
             part.num_home_owners = storage_owners(part.home_flat.untyped_storage())
-            arena.close()  # the mapping lives as long as a tensor on it does
+            part.home_arena = arena
             for s in slots:
                 self.state_parts.setdefault((kind, s.index), []).append(part)
         return part.give(slot)
@@ -1010,6 +1016,15 @@ class UnitState:
             low.flat[low_at : low_at + 2 * numel].view(torch.int16),
             low.flat[ties_at : ties_at + num_tie_bytes(numel)],
         )
+
+    def split_offsets(self, slot: ParamSlot) -> tuple[int, int, int]:
+        """Bytes at which the slot's high halves begin in the wire part, and low halves and tie bits in the low part."""
+        wire, low = self.wire, self.low
+        assert wire is not None
+        assert low is not None
+        index = wire.slots.index(slot)
+        low_at = low.offsets[index]
+        return wire.offsets[index] * wire.dtype.itemsize, low_at, low_at + round_up(2 * slot.numel, _GRAIN_NBYTES)
 
     # ------------------------------------------------------------------------------------------------- gradients
     def host_grad(self, slot: ParamSlot, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from pathlib import Path
 
@@ -63,9 +64,10 @@ def test_copies_and_windows_lie_within_their_step(tmp_path: Path) -> None:
             found = [e for e in events if e["cat"] == lane and e["name"] == name]
             assert len(found) >= 3, (lane, name)
             assert all(e["dur"] > 0 for e in found)
-            if lane in ("h2d", "d2h"):  # 4 MiB over a link of 1 to 200 GB/s
-                assert all(
-                    1e9 < e["args"]["nbytes"] / e["dur"] * 1e6 < 2e11 for e in found if e["args"]["nbytes"] > 1 << 20
-                )
+            if lane in ("h2d", "d2h"):
+                # 4 MiB over a link of at most 200 GB/s. One copy may have stood still for as long as its machine did.
+                rates = [e["args"]["nbytes"] / e["dur"] * 1e6 for e in found if e["args"]["nbytes"] > 1 << 20]
+                assert all(rate < 2e11 for rate in rates), rates
+                assert statistics.median(rates) > 1e9, rates
     for step in gaps_of(timeline):
         assert 0 < step.busy_s <= step.step_s
