@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -258,7 +260,7 @@ def test_a_pipe_orders_nothing_but_what_is_named() -> None:
         device.mul_(2)
 
     worked = pipe.work(work, "work", [loaded], None)
-    stored = pipe.store([(host, device)], "down", [worked])
+    stored = pipe.store([(host, device)], "down", [worked], None)
     stored.wait()
     assert host.tolist() == [0.0, 2.0, 4.0, 6.0]
     assert ran == [1]
@@ -267,3 +269,26 @@ def test_a_pipe_orders_nothing_but_what_is_named() -> None:
     worked.wait()
     assert ran == [1]
     assert pipe.seconds(loaded, stored) is None
+
+
+@pytest.mark.parametrize("debug", [["poison"], SLOW], ids=str)
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_model_that_is_dropped_with_updates_on_their_way(debug: list[str], amp: bool, all_streamed: None) -> None:
+    """Homes stay mapped until the last copy has read and written them, and then they go."""
+    for seed in range(4):
+        seed_all(0)
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = attach(model, optimizer, Variant(debug, seed=seed, budget=700_000), update_on="split", **KERNELS)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                loss = model(torch.randn(4, 64)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert engine.report()["num_unit_updates"]["streamed"] > 0
+        space, alive = engine.space, weakref.ref(model)
+        del model, optimizer, engine, loss
+        gc.collect()
+        assert alive() is None
+        space.streams.settle()

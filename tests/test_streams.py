@@ -40,8 +40,9 @@ def ticket_after(after_s: float) -> tuple[_CudaTicket, FakeEvent, list[tuple[str
     pairs = [(torch.empty(256), torch.empty(256))]
     made: Any = event
     ticket = _CudaTicket(
-        made, torch.device("cuda", 3), pairs, lambda kind, s, _: stalls.append((kind, s)), "h2d", "fetch (h.7)"
-    )
+        made, torch.device("cuda", 3), pairs, lambda kind, s, _: stalls.append((kind, s)), "h2d", "fetch (h.7)",
+        nbytes=1024,
+    )  # fmt: skip
     return ticket, event, stalls
 
 

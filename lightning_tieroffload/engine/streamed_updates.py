@@ -302,7 +302,7 @@ class StreamedUpdates:
                 self._update(job, piece.index, tensors)
 
         worked = pipe.work(call, job.label, [loaded, job.compute], (staged, job.sources, job.scales))
-        into.free = self._end = pipe.store(staged.down, label, [worked, *job.after])
+        into.free = self._end = pipe.store(staged.down, label, [worked, *job.after], job.sources)
         ticket.add(into.free)
 
     def _update(self, job: _Job, index: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -385,7 +385,7 @@ class _Staged:
 
 
 def _memory_at(address: int, nbytes: int) -> torch.Tensor:
-    """Host memory as bytes. Refers to nothing: neither keeps it mapped, nor counts as a user's."""
+    """Host memory as bytes. Refers to nothing: neither counts as a user's, nor keeps it mapped. Sources do that."""
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 

@@ -118,7 +118,9 @@ class Pipe(Protocol):
         """Run ``call``, which enqueues on the current stream; ``held`` is referred to until it has run."""
         ...
 
-    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket: ...
+    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
+        """``held`` is referred to until the copies have landed."""
+        ...
 
     def seconds(self, begin: CopyTicket, end: CopyTicket) -> float | None:
         """Between two of its tickets; None before the later one is reached, and where nobody counts."""
@@ -276,7 +278,7 @@ class _HostPipe:
         call()
         return LANDED
 
-    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
+    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
         for ticket in after:
             ticket.wait()
         return self._streams.download(pairs, label)
@@ -390,9 +392,13 @@ class _DelayedPipe:
     def work(self, call: Callable[[], None], label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
         return self._behind(after, call, "streamed", label, 0)
 
-    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
+    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
         pairs = list(pairs)
-        return self._behind(after, lambda: _copy(pairs), "d2h", label, _nbytes(pairs))
+
+        def copy(_held: Any = held) -> None:
+            _copy(pairs)
+
+        return self._behind(after, copy, "d2h", label, _nbytes(pairs))
 
     def seconds(self, begin: CopyTicket, end: CopyTicket) -> float | None:
         return None
@@ -411,6 +417,7 @@ class _CudaTicket:
         kind: str,
         label: str = "copy",
         trace: TraceRecorder | None = None,
+        nbytes: int = 0,
     ) -> None:
         self._label = label
         self._trace = trace
@@ -418,6 +425,7 @@ class _CudaTicket:
         self._device = device
         # The pairs stay referenced until the event: the caching allocator must not hand their memory out before.
         self._held: Any = held
+        self._nbytes = nbytes
         self._on_stall = on_stall
         self._kind = kind
 
@@ -446,10 +454,9 @@ class _CudaTicket:
         while not self.event.query():
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                is_copy = self._kind in ("h2d", "d2h")
-                nbytes = sum(source.nbytes for _, source in self._held or ()) if is_copy else 0
+                size = format_nbytes(self._nbytes)
                 raise TransferTimeoutError(
-                    f"{self._label} ({self._kind}, {format_nbytes(nbytes)}, {self._device}) was not complete after "
+                    f"{self._label} ({self._kind}, {size}, {self._device}) was not complete after "
                     f"{timeout_s:.1f} s. Either the device is stuck, or what compute had enqueued before the copy "
                     "takes longer: raise io_timeout_s then."
                 )
@@ -509,7 +516,8 @@ class CudaStreams:
                 self.rates.note_events(kind, nbytes, start, event)
             if trace is not None:
                 trace.add(lane or kind, label, begin, trace.mark(stream), nbytes)
-        return self.remember(_CudaTicket(event, self._device, list(pairs), self._on_stall, kind, label, trace))
+        ticket = _CudaTicket(event, self._device, list(pairs), self._on_stall, kind, label, trace, nbytes)
+        return self.remember(ticket)
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
         return self._enqueue(self._upload_stream, pairs, label, "h2d")
@@ -544,7 +552,8 @@ class CudaStreams:
             if trace is not None:
                 trace.add("d2h", label, begin, trace.mark(down), target.nbytes)
         held = [(target, grad), (arrived, before), *((norm, norm) for norm in norms.values())]
-        return self.remember(_CudaTicket(event, self._device, held, self._on_stall, "d2h", label, trace)), norms
+        ticket = _CudaTicket(event, self._device, held, self._on_stall, "d2h", label, trace, target.nbytes)
+        return self.remember(ticket), norms
 
     def make_pipe(self) -> Pipe:
         pipe = _CudaPipe(self, self._device, self._on_stall, self._trace)
@@ -604,18 +613,18 @@ class _CudaPipe:
             return None
         return float(first.elapsed_time(last)) / 1e3
 
-    def _ticket(self, stream: torch.cuda.Stream, held: Any, kind: str, label: str) -> CopyTicket:
+    def _ticket(self, stream: torch.cuda.Stream, held: Any, kind: str, label: str, nbytes: int = 0) -> CopyTicket:
         # Who waits for it gives its core to the kernels meanwhile.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(stream)
-        ticket = _CudaTicket(event, self._device, held, self._on_stall, kind, label, self._trace)
+        ticket = _CudaTicket(event, self._device, held, self._on_stall, kind, label, self._trace, nbytes)
         return self._streams.remember(ticket)
 
     def compute_so_far(self) -> CopyTicket:
         return self._ticket(torch.cuda.current_stream(self._device), (), "compute", "compute")
 
     def _copies(
-        self, stream: torch.cuda.Stream, pairs: Pairs, kind: str, label: str, after: Sequence[CopyTicket]
+        self, stream: torch.cuda.Stream, pairs: Pairs, kind: str, label: str, after: Sequence[CopyTicket], held: Any
     ) -> CopyTicket:
         trace = self._trace
         with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
@@ -626,10 +635,10 @@ class _CudaPipe:
                     target.copy_(source, non_blocking=True)
             if trace is not None:
                 trace.add(f"{kind} of state", label, begin, trace.mark(stream), _nbytes(pairs))
-            return self._ticket(stream, pairs, kind, label)
+            return self._ticket(stream, (pairs, held), kind, label, _nbytes(pairs))
 
     def load(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
-        return self._copies(self._load_stream, pairs, "h2d", label, after)
+        return self._copies(self._load_stream, pairs, "h2d", label, after, None)
 
     def work(self, call: Callable[[], None], label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
         stream, trace = self._work_stream, self._trace
@@ -642,8 +651,8 @@ class _CudaPipe:
                 trace.add("streamed", label, begin, trace.mark(stream))
             return self._ticket(stream, held, "update", label)
 
-    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
-        return self._copies(self._store_stream, pairs, "d2h", label, after)
+    def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
+        return self._copies(self._store_stream, pairs, "d2h", label, after, held)
 
     def settle(self) -> None:
         for stream in (self._load_stream, self._work_stream, self._store_stream):
