@@ -43,6 +43,7 @@ from lightning_tieroffload.planning.cost_model import ActivationChoice
 from lightning_tieroffload.planning.plan import Plan, alive_peak_nbytes
 from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME, Profile
 from lightning_tieroffload.sizes import KiB
+from lightning_tieroffload.trace import TIMELINE_FILE_NAME
 
 
 class Dropping(nn.Module):
@@ -331,8 +332,10 @@ def test_plan_and_profile_are_written_and_a_plan_is_followed_as_it_is(tmp_path: 
 
     first = trained(budget=120 * KiB, trace_path=str(tmp_path))
     write_report(first, first.config)
-    plan, profile = Plan.load(tmp_path / "plan.json"), Profile.load(tmp_path / "profile.json")
-    assert profile == Profile.load(tmp_path / PROFILE_FILE_NAME)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *("report.json", "plan.json", PROFILE_FILE_NAME, TIMELINE_FILE_NAME)
+    }, "one file of each thing"
+    plan, profile = Plan.load(tmp_path / "plan.json"), Profile.load(tmp_path / PROFILE_FILE_NAME)
     assert plan == first.core.planner.plan
     assert profile == first.core.planner.profile
     said = json.loads((tmp_path / "report.json").read_text())

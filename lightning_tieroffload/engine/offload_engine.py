@@ -69,6 +69,7 @@ from lightning_tieroffload.io.probe import probe_settings
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler, WorkRecord
 from lightning_tieroffload.memory.arena import Block
 from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, UpdatePlace
+from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME
 from lightning_tieroffload.sizes import GiB, MiB, format_nbytes, round_up
 from lightning_tieroffload.trace import TraceRecorder
 
@@ -1335,7 +1336,7 @@ class OffloadEngine:
     def planned(self) -> dict[str, Any]:
         """The plan and the profile that it was made of, as the JSON of the files that can be read again."""
         planner = self.core.planner
-        made = {"plan.json": planner.plan, "profile.json": planner.profile}
+        made = {"plan.json": planner.plan, PROFILE_FILE_NAME: planner.profile}
         return {name: each.to_json() for name, each in made.items() if each is not None}
 
     def plan_table(self) -> Any:

@@ -142,16 +142,17 @@ def print_plan_once(engine: Engine) -> None:
 
 
 def write_report(engine: Engine, config: TierOffloadConfig) -> None:
-    """Write `report.json`, `plan.json`, `profile.json` and `timeline.json` into `trace_path`, if there is one.
+    """Write `report.json`, `plan.json` and `timeline.json` into `trace_path`, if there is one.
 
     Later calls replace them, each as a whole.
-    `plan.json` is what `plan_file` reads, once the engine has planned; `profile.json` comes with it.
+    `plan.json` is what `plan_file` reads, once the engine has planned; what it was planned from is there already, in
+    `tieroffload_profile.json`, which the planner writes when it has watched.
     """
     if config.trace_path is None:
         return
     report = engine.report()
     os.makedirs(config.trace_path, exist_ok=True)
-    files = {"report.json": report, "plan.json": report.get("plan"), **engine.planned()}
+    files = {"report.json": report, "plan.json": engine.planned().get("plan.json", report.get("plan"))}
     texts = {name: json.dumps(content, indent=2, sort_keys=True) + "\n" for name, content in files.items()}
     for name, text in texts.items():
         write_whole(os.path.join(config.trace_path, name), text)

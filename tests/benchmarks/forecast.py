@@ -37,7 +37,7 @@ from lightning_tieroffload.cli.bench_train import run_job
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.errors import TierOffloadError
 from lightning_tieroffload.planning.plan import Plan, held_peak_nbytes
-from lightning_tieroffload.planning.profile import Profile
+from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME, Profile
 from lightning_tieroffload.sizes import MiB, parse_nbytes
 
 RIVALS = ("all_offloaded", "keep_all", "lifetime", "greedy", "keep", "offload")
@@ -55,7 +55,7 @@ def settings_of(name: str, budget: str, found: dict[str, Any], arguments: argpar
     if name == "all_offloaded":
         settings |= {"activations": "recompute", "update_on": "cpu", "profile_steps": 0}
     elif name == "keep_all":
-        units = found["report"]["planned"]["profile.json"]["units"]
+        units = found["report"]["planned"][PROFILE_FILE_NAME]["units"]
         left_nbytes = parse_nbytes(budget, key="budget") - sum(unit["activation_nbytes"] for unit in units)
         settings |= {"activations": "keep", "profile_steps": 0, "device_budget": max(1, left_nbytes)}
     elif name in ("keep", "offload"):
@@ -90,7 +90,7 @@ def run(settings: dict[str, Any], arguments: argparse.Namespace) -> dict[str, An
 def compare(found: dict[str, Any]) -> dict[str, Any]:
     """Forecast against measurement of one planned run."""
     report = found["report"]
-    plan, profile = (report["planned"][name] for name in ("plan.json", "profile.json"))
+    plan, profile = (report["planned"][name] for name in ("plan.json", PROFILE_FILE_NAME))
     forecast, step_s = report["forecast"], found["step_s"]["median"]
     predicted_nbytes, peak_nbytes = forecast["device_peak_nbytes"], found.get("window_device_peak_nbytes")
     if peak_nbytes is None:  # no GPU: nobody counts activations
