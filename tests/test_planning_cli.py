@@ -130,6 +130,49 @@ def test_plan_prints_json_and_writes_a_plan_that_plan_file_takes(
     assert json.loads(out)["plan"]["units"] == document["plan"]["units"]
 
 
+def test_a_plan_file_is_what_plan_and_estimate_answer_for(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the planner's plan: the saved one, with what it comes to for the job that is asked about."""
+    saved = tmp_path / "plan.json"
+    tight = ("--device-budget", "4MiB", "--dram-budget", "1GiB")
+    code, out, _ = run(capsys, "plan", str(model_dir), *SHAPE, *tight, "--json", "--save", str(saved))
+    assert code == 0
+    made = json.loads(out)
+    roomy = ("--device-budget", "1GiB", "--dram-budget", "1GiB", "--json")
+    code, out, _ = run(capsys, "estimate", str(model_dir), *SHAPE, *roomy)
+    assert json.loads(out)["peak_nbytes"] != made["peak_nbytes"], "the planner would do something else here"
+    for command in ("estimate", "plan"):
+        code, out, _ = run(capsys, command, str(model_dir), *SHAPE, *roomy, "--plan-file", str(saved))
+        assert code == 0
+        document = json.loads(out)
+        assert {key: document[key] for key in ("peak_nbytes", "forecast")} == {
+            key: made[key] for key in ("peak_nbytes", "forecast")
+        }
+        # A larger batch: the same placement, and what that takes then.
+        larger = ("--batch", "8", "--seq", str(SEQ), *roomy, "--plan-file", str(saved))
+        code, out, _ = run(capsys, command, str(model_dir), *larger)
+        assert code == 0
+        assert json.loads(out)["peak_nbytes"]["device"] > made["peak_nbytes"]["device"]
+        if command == "plan":
+            again = Plan.from_json(json.loads(out)["plan"])
+            assert again.units == Plan.load(saved).units
+    code, out, _ = run(
+        capsys, "estimate", str(model_dir), *SHAPE, "--device-budget", "100KiB", "--json", "--plan-file", str(saved)
+    )
+    assert code == 0
+    answer = json.loads(out)
+    assert (answer["fits"], answer["tier"]) == (False, "DEVICE")
+    assert answer["least_budget_nbytes"] == made["peak_nbytes"]["device"]
+    code, _, err = run(capsys, "estimate", "tiny", *SHAPE, "--plan-file", str(saved))
+    assert code == 2
+    assert str(saved) in err
+    assert "the model has" in err
+    code, _, err = run(capsys, "estimate", "tiny", *SHAPE, "--plan-file", str(tmp_path / "nowhere"))
+    assert code == 2
+    assert "nowhere: No such file" in err
+
+
 def test_plan_prints_a_table_with_forecast_and_what_more_would_buy(
     model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

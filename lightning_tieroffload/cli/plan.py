@@ -18,7 +18,7 @@ from lightning_tieroffload.cli.options import print_json, refuse_rest, take_sett
 from lightning_tieroffload.config import TierOffloadConfig, refuse_what_is_not_there
 from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError
 from lightning_tieroffload.planning.cost_model import ACTIVATION_CHOICES, ActivationChoice, Instance, UpdatePlace
-from lightning_tieroffload.planning.plan import Plan, check_plan
+from lightning_tieroffload.planning.plan import Plan, check_plan, restated
 from lightning_tieroffload.planning.profile import REFERENCE_MACHINE, MachineProfile, Profile
 from lightning_tieroffload.sizes import format_nbytes
 
@@ -124,6 +124,23 @@ def _pose(ctx: typer.Context, source: str, machine: str, job: _Job) -> tuple[Tie
     return config, instance, profile
 
 
+def _made(instance: Instance, config: TierOffloadConfig) -> Plan:
+    """The plan of ``plan_file``, with what it comes to for this job; without one the planner's."""
+    if config.plan_file is None:
+        from lightning_tieroffload.planning.solver import best_plan
+
+        return best_plan(instance, config.planner)
+    from lightning_tieroffload.planning.simulator import with_forecast
+
+    saved = Plan.load(config.plan_file)
+    try:
+        saved = restated(instance, saved)
+    except ConfigError as error:
+        raise ConfigError(f"plan_file {config.plan_file}: {error}") from None
+    check_plan(instance, saved)
+    return with_forecast(instance, saved)
+
+
 def _budgets(instance: Instance) -> dict[str, int]:
     return {
         "device": instance.device_budget_nbytes,
@@ -164,18 +181,11 @@ def plan(
     json_: _Json = False,
 ) -> None:
     """Make a plan for a model and these budgets, and show it, its forecast, and what one more GiB would buy."""
-    from lightning_tieroffload.planning.solver import best_plan, value_of_more
+    from lightning_tieroffload.planning.solver import value_of_more
 
     job = _Job(batch, seq, grad_accum, clip, precision)
     config, instance, profile = _pose(ctx, config_or_model, machine, job)
-    if config.plan_file is not None:
-        from lightning_tieroffload.planning.simulator import with_forecast
-
-        made = Plan.load(config.plan_file)
-        check_plan(instance, made)
-        made = with_forecast(instance, made)
-    else:
-        made = best_plan(instance, config.planner)
+    made = _made(instance, config)
     if save:
         try:
             made.save(save)
@@ -214,13 +224,11 @@ def estimate(
     json_: _Json = False,
 ) -> None:
     """Say whether a model with this batch fits a machine, with how many bytes per tier and at how many tokens/s."""
-    from lightning_tieroffload.planning.solver import best_plan
-
     job = _Job(batch, seq, grad_accum, clip, precision)
     config, instance, profile = _pose(ctx, config_or_model, machine, job)
     document: dict[str, Any]
     try:
-        made = best_plan(instance, config.planner)
+        made = _made(instance, config)
     except InfeasiblePlanError as error:
         document = {
             "fits": False,

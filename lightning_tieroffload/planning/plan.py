@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_tieroffload.concepts import Tier
-from lightning_tieroffload.errors import CapacityError, ConfigError
+from lightning_tieroffload.errors import CapacityError, ConfigError, InfeasiblePlanError
 from lightning_tieroffload.planning.cost_model import (
     NUM_STAGED_UPDATES,
     OPTION_INDEX,
@@ -45,6 +45,7 @@ __all__ = [
     "check_plan",
     "held_peak_nbytes",
     "plan_of",
+    "restated",
 ]
 
 _FORMAT_VERSION = 1
@@ -231,8 +232,7 @@ def plan_of(
     chosen = [OPTIONS[i] for i in picks]
     cost = tables.cost(OPTION_INDEX[choice.code] for choice in chosen)
     if mip_gap is None:
-        least = instance.num_micro_batches * sum(u.forward_s + u.backward_s for u in instance.units)
-        mip_gap = (cost.step_s - least) / cost.step_s if cost.step_s > 0 else 0.0
+        mip_gap = _gap_to_compute(instance, cost)
     device = math.ceil(cost.device_peak_nbytes)
     return Plan(
         units=tuple(
@@ -250,6 +250,11 @@ def plan_of(
         model_key=key_of_units(instance.units),
         note=note,
     )
+
+
+def _gap_to_compute(instance: Instance, cost: Cost) -> float:
+    least = instance.num_micro_batches * sum(u.forward_s + u.backward_s for u in instance.units)
+    return (cost.step_s - least) / cost.step_s if cost.step_s > 0 else 0.0
 
 
 # ------------------------------------------------------------------------------------------------ what a run will hold
@@ -348,6 +353,47 @@ def check_plan(instance: Instance, plan: Plan) -> Cost:
     the recorded bytes and step time are the true ones (within 1e-6). Raises ``ConfigError`` for a plan of another
     model or with a choice that the settings forbid, ``CapacityError`` for one that does not fit or misstates its cost.
     """
+    cost = _walked_cost(instance, plan)
+    for tier in Tier:
+        peak, budget = cost.peak_nbytes(tier), instance.budget_nbytes(tier)
+        # One byte of grace per gigabyte: the solver's rows are met to 1e-9 of a budget.
+        if peak > budget * (1 + 1e-9):
+            raise InfeasiblePlanError(
+                f"the plan needs {format_nbytes(peak)} on {tier.name}, {tier.name.lower()}_budget is "
+                f"{format_nbytes(budget)}. Raise it, or plan again.",
+                tier=tier.name,
+                least_budget_nbytes=math.ceil(peak),
+            )
+        if abs(plan.tier_peak_nbytes(tier) - peak) > 1 + _RELATIVE_TOLERANCE * peak:
+            raise CapacityError(
+                f"the plan states {plan.tier_peak_nbytes(tier)} bytes on {tier.name}, it needs {peak:.0f}."
+            )
+    if abs(plan.step_s - cost.step_s) > _RELATIVE_TOLERANCE * cost.step_s + 1e-12:
+        raise CapacityError(f"the plan states {plan.step_s:.6g} s a step, its cost is {cost.step_s:.6g} s.")
+    return cost
+
+
+def restated(instance: Instance, plan: Plan) -> Plan:
+    """The same lines with what they come to for ``instance``: a plan may have been made for another batch or machine.
+
+    Raises ``ConfigError`` for a plan of another model or with a choice that the settings forbid.
+    """
+    cost = _walked_cost(instance, plan)
+    same_s = abs(plan.step_s - cost.step_s) <= _RELATIVE_TOLERANCE * cost.step_s
+    device = math.ceil(cost.device_peak_nbytes)
+    return dataclasses.replace(
+        plan,
+        step_s=cost.step_s,
+        peak_nbytes=device,
+        dram_peak_nbytes=math.ceil(cost.dram_peak_nbytes),
+        nvme_peak_nbytes=math.ceil(cost.nvme_peak_nbytes),
+        mip_gap=plan.mip_gap if same_s else _gap_to_compute(instance, cost),
+        forecast=Forecast(cost.step_s, device, cost.bottleneck),
+        model_key=key_of_units(instance.units),
+    )
+
+
+def _walked_cost(instance: Instance, plan: Plan) -> Cost:
     if [line.name for line in plan.units] != [unit.name for unit in instance.units]:
         raise ConfigError(
             f"the plan is for {len(plan.units)} units ({plan.units[0].name if plan.units else 'none'}, ...), the model "
@@ -357,22 +403,7 @@ def check_plan(instance: Instance, plan: Plan) -> Cost:
     for row, pick in enumerate(plan.picks()):
         if not allowed[row, pick]:
             raise ConfigError(f"unit {plan.units[row].name}: {OPTIONS[pick].code} is not allowed by the settings.")
-    cost = _Walk(instance, [line.choice for line in plan.units], plan.prefetch_units).cost()
-    for tier in Tier:
-        peak, budget = cost.peak_nbytes(tier), instance.budget_nbytes(tier)
-        # One byte of grace per gigabyte: the solver's rows are met to 1e-9 of a budget.
-        if peak > budget * (1 + 1e-9):
-            raise CapacityError(
-                f"the plan needs {format_nbytes(peak)} on {tier.name}, {tier.name.lower()}_budget is "
-                f"{format_nbytes(budget)}. Raise it, or plan again."
-            )
-        if abs(plan.tier_peak_nbytes(tier) - peak) > 1 + _RELATIVE_TOLERANCE * peak:
-            raise CapacityError(
-                f"the plan states {plan.tier_peak_nbytes(tier)} bytes on {tier.name}, it needs {peak:.0f}."
-            )
-    if abs(plan.step_s - cost.step_s) > _RELATIVE_TOLERANCE * cost.step_s + 1e-12:
-        raise CapacityError(f"the plan states {plan.step_s:.6g} s a step, its cost is {cost.step_s:.6g} s.")
-    return cost
+    return _Walk(instance, [line.choice for line in plan.units], plan.prefetch_units).cost()
 
 
 class _Walk:
