@@ -355,6 +355,31 @@ def test_plan_and_profile_are_written_and_a_plan_is_followed_as_it_is(tmp_path: 
     second.close()
 
 
+def test_a_plan_file_says_which_state_passes_through_the_device(tmp_path: Path) -> None:
+    """Lines whose state is at home in DRAM and updated on the device are followed, and change no number."""
+    path = tmp_path / "plan.json"
+    kernels = {"optimizer_kernel": "numba", "units": ("Dropping",)}
+    first = trained(budget=300 * KiB, update_on="split", **kernels)
+    assert first.core.planner.plan is not None
+    raw = first.core.planner.plan.to_json()
+    first.close()
+    for index, line in enumerate(raw["units"]):
+        line["param_home"] = line["state_home"] = line["grad_home"] = "dram"
+        line["update_on"] = "device" if index % 2 else "cpu"
+    path.write_text(json.dumps(raw))
+    reference = run(blocks, mlp_steps(6), Variant(budget="all"), num_expected=6, update_on="cpu", **kernels)
+    for debug in (FULL[0].debug, FULL[2].debug):
+        variant = Variant(debug, budget=300 * KiB, every_look=False)
+        settings = {"update_on": "split", "plan_file": str(path), **kernels}
+        ours = run(blocks, mlp_steps(6), variant, num_expected=6, **settings)
+        assert_exact(reference, ours, str(variant))
+        report = ours.reports[0]
+        assert [line["update_on"] for line in report["plan"]["units"]] == ["cpu", "device"] * 3
+        assert report["num_unit_updates"]["streamed"] == 15  # none has state at the first step
+    with pytest.raises(UnsupportedError, match="which this version cannot do"):
+        trained(budget=300 * KiB, update_on="cpu", plan_file=str(path), **kernels)
+
+
 def test_a_plan_file_of_another_model_or_engine_is_refused(tmp_path: Path) -> None:
     """Units that it lacks, a tier that is not there, and a setting that contradicts it are errors before any step."""
     path = tmp_path / "plan.json"

@@ -50,6 +50,7 @@ from lightning_tieroffload.engine.planner import Planner
 from lightning_tieroffload.engine.profiler import Profiler
 from lightning_tieroffload.engine.reach import inner_optimizers
 from lightning_tieroffload.engine.saved import pop_hooks, push_hooks
+from lightning_tieroffload.engine.streamed_updates import staging_nbytes
 from lightning_tieroffload.engine.streams import make_clock
 from lightning_tieroffload.engine.unit_state import CAUTIOUS, GradPlace, UnitState
 from lightning_tieroffload.engine.units import UnitSpec, find_units
@@ -231,8 +232,8 @@ class _Core:
 
     def _plan_homes(self) -> None:
         """Between two steps: what stays on the device where there is room. Called under the residency lock."""
-        if not self._updates_on_device():
-            return
+        if not self._updates_on_device() or self.planner.plan is not None:
+            return  # a plan says where each unit's update runs
         units = self.space.units
         share = self._streamed_share()
         key = (share, *((unit.index, unit.wire_state, unit.grad_nbytes, unit.has_accumulated) for unit in units))
@@ -243,8 +244,6 @@ class _Core:
 
     def _streamed_share(self) -> float:
         """Of what is updated from DRAM, the part that goes through the device, so that both sides end together."""
-        if self.planner.plan is not None:
-            return 0.0  # it says where each unit's update runs
         if self.config.update_on == "device":
             return 1.0
         if self.device.type == "cpu":
@@ -289,6 +288,8 @@ class _Core:
         found: set[Placement] = {(home, Tier.DRAM, Tier.DRAM, UpdatePlace.CPU) for home in (Tier.DEVICE, Tier.DRAM)}
         if self._updates_on_device() and unit.grad_nbytes and not unit.is_paged:
             found.add((Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, UpdatePlace.DEVICE))
+            if staging_nbytes(self.space.ledger[Tier.DEVICE].budget_nbytes):
+                found |= {(home, Tier.DRAM, Tier.DRAM, UpdatePlace.DEVICE) for home in (Tier.DEVICE, Tier.DRAM)}
         return found | {now}
 
     @staticmethod
