@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from exactness import SLOW, Variant, assert_exact, attach, run, seed_all
+from exactness import SLOW, Variant, assert_exact, attach, run, same_bits, seed_all, take_down
 from fakes import batches
 from test_device_updates import build, loop
 from torch import nn
@@ -119,11 +121,108 @@ def test_neighbours_of_several_groups_and_optimizers_whose_rates_change_at_once(
         assert [key for key in results[0] if not torch.equal(results[0][key], other[key])] == []
 
 
+class Small(nn.Module):
+    """Small weights between larger ones: in DRAM they lie where others' padding might be."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.randn(width))
+        self.scale = nn.Parameter(torch.randn(width))
+        self.last = nn.Parameter(torch.randn(width, width))
+        self.is_biased = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x @ self.first) * self.scale * 0.1
+        return (x + self.bias if self.is_biased else x) @ self.last
+
+
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("seed", [0, 2])
+def test_what_lies_between_what_is_updated_is_not_written(seed: int, amp: bool, all_streamed: None) -> None:
+    """Of two groups, and where some have no gradient: a copy down of what lies between would bring old values back."""
+    results = []
+    for update_on, variant in (("cpu", Variant()), ("split", Variant(SLOW, seed=seed, budget=8_000_000))):
+        seed_all(0)
+        model = nn.Sequential(*[Small() for _ in range(3)])
+        groups = [
+            {"params": [p for block in model for p in (block.bias, block.last)], "weight_decay": 0.3},
+            {"params": [p for block in model for p in (block.first, block.scale)]},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        engine = attach(model, optimizer, variant, update_on=update_on, **KERNELS)
+        for number, x in enumerate(batches(6, 4, 48)):
+            for block in model:
+                block.is_biased = number % 3 != 2
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (engine.report()["num_unit_updates"]["streamed"] > 10) == (update_on == "split")
+        engine.close()
+        results.append(take_down(model, [optimizer]))
+    assert [key for key in results[0] if not same_bits(results[0][key], results[1][key])] == []
+
+
+def test_state_that_is_not_updated_is_its_holders_to_write(all_streamed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its neighbours are on their way through the device, too: nothing of it travels with them."""
+    seed_all(0)
+    model = nn.Sequential(*[Small() for _ in range(2)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = attach(model, optimizer, Variant(budget=8_000_000), update_on="split", **KERNELS)
+    model(torch.randn(4, 48)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    update, written = streamed_updates.StreamedUpdates._update, []
+
+    def write(self: Any, job: Any, index: int, tensors: Any) -> None:
+        if job.unit is engine.units[0] and not written:
+            written.append(held.fill_(7.0))
+        update(self, job, index, tensors)
+
+    monkeypatch.setattr(streamed_updates.StreamedUpdates, "_update", write)
+    for block in model:
+        block.is_biased = False
+    model(torch.randn(4, 48)).square().mean().backward()
+    held = optimizer.state[model[0].bias]["exp_avg"]
+    optimizer.step()
+    engine.flush()
+    assert written
+    assert bool((held == 7.0).all())
+    engine.close()
+
+
+def test_loaded_state_of_a_unit_that_lived_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device had of its state before is not written over what was loaded."""
+    monkeypatch.setattr(offload_engine, "_HOST_STREAMED_SHARE", 1.0)
+    ends = []
+    for update_on in ("cpu", "split"):
+        model, optimizer, engine = small(1 << 30, update_on=update_on)
+        for seed in range(2):
+            step(model, optimizer, seed)
+        saved = copy.deepcopy(optimizer.state_dict())
+        step(model, optimizer, 2)
+        assert (engine.report()["num_unit_updates"]["device"] > 0) == (update_on == "split")
+        optimizer.load_state_dict(saved)
+        del saved
+        for unit in engine.units if update_on == "split" else ():  # as where less fits from now on
+            assert any(part.is_resident for part in unit.device_state)
+            choice = dataclasses.replace(unit.choice, param_home=Tier.DRAM, state_home=Tier.DRAM, grad_home=Tier.DRAM)
+            engine.core.apply(unit, choice)
+        step(model, optimizer, 3)
+        step(model, optimizer, 4)
+        assert (engine.report()["num_unit_updates"]["streamed"] > 0) == (update_on == "split")
+        engine.close()
+        ends.append(take_down(model, [optimizer]))
+    assert [key for key in ends[0] if not same_bits(ends[0][key], ends[1][key])] == []
+
+
 def small(budget: int, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer, OffloadEngine]:
     seed_all(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = attach(model, optimizer, Variant(budget=budget), update_on="split", **{**KERNELS, **settings})
+    engine = attach(model, optimizer, Variant(budget=budget), **{"update_on": "split", **KERNELS, **settings})
     return model, optimizer, engine
 
 

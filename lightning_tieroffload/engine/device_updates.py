@@ -38,7 +38,7 @@ from lightning_tieroffload.engine.unit_state import (
 from lightning_tieroffload.planning.cost_model import UpdatePlace
 from lightning_tieroffload.sizes import round_up
 
-__all__ = ["DeviceSource", "DeviceUpdates", "assign_device_units", "choose_device_units", "is_state_held"]
+__all__ = ["DeviceSource", "DeviceUpdates", "assign_device_units", "choose_device_units", "is_state_held", "own_state"]
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class DeviceUpdates:
                     part = unit.find_state(slot, kind, source.entry[kind])
                     fresh_slots.setdefault(part, set()).add(slot.index)  # type: ignore[arg-type]
                 else:
-                    part = self._own_state(unit, slot, kind, source.entry)
+                    part = own_state(self._space, unit, slot, kind, source.entry)
                 assert part is not None
                 self._space.track_state(part)
                 parts[part] = None
@@ -133,17 +133,6 @@ class DeviceUpdates:
             if source.kernel.uses_step:
                 source.entry["step"] += 1
         return True
-
-    def _own_state(self, unit: UnitState, slot: ParamSlot, kind: str, entry: dict[str, Any]) -> Part:
-        """The part that holds ``entry[kind]``; made, and given its values, where they came from elsewhere (a load)."""
-        tensor = entry[kind]
-        part = unit.find_state(slot, kind, tensor)
-        if part is None:
-            self._space.settle_state(unit, to_write=True)
-            entry[kind] = unit.new_state(slot, kind).copy_(tensor)
-            part = unit.find_state(slot, kind, entry[kind])
-            assert part is not None
-        return part
 
     def _launch(self, unit: UnitState, source: DeviceSource, of_kind: dict[str, Part], *, is_new: bool) -> None:
         slot, kernel = source.slot, source.kernel
@@ -184,6 +173,18 @@ class DeviceUpdates:
             values = [factor.tensor.to(device=device, dtype=torch.float32) for factor in factors]
             found = self._scales[key] = (list(factors), torch.stack(values))
         return found[1]
+
+
+def own_state(space: DeviceSpace, unit: UnitState, slot: ParamSlot, kind: str, entry: dict[str, Any]) -> Part:
+    """The part that holds ``entry[kind]``; made, and given its values, where they came from elsewhere (a load)."""
+    tensor = entry[kind]
+    part = unit.find_state(slot, kind, tensor)
+    if part is None:
+        space.settle_state(unit, to_write=True)  # else what the device has of it would be written over the new values
+        entry[kind] = unit.new_state(slot, kind).copy_(tensor)
+        part = unit.find_state(slot, kind, entry[kind])
+        assert part is not None
+    return part
 
 
 def _on_device(part: Part, slot: ParamSlot) -> torch.Tensor:

@@ -34,7 +34,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lightning_tieroffload.concepts import Ticket
 from lightning_tieroffload.engine.device_space import DeviceSpace, outside_transforms
-from lightning_tieroffload.engine.device_updates import DeviceSource, DeviceUpdates, is_state_held
+from lightning_tieroffload.engine.device_updates import DeviceSource, DeviceUpdates, is_state_held, own_state
 from lightning_tieroffload.engine.gradients import Gradients, fits_host
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot, raw_grad
 from lightning_tieroffload.engine.reach import REMAPPED_DEPTH, inner_optimizers, reaches_past_its_groups
@@ -762,16 +762,11 @@ class Updates:
     ) -> None:
         """See [Note: streamed updates]."""
         sources: list[StreamedSource] = []
-        for slot, index in items:
+        for slot, index in sorted(items, key=lambda item: item[0].index):  # as they lie in DRAM
             entry, group = dict.__getitem__(raw.state, slot.param), groups[index]
             kernel = self._kernel_for(cls, group, slot.dtype)
             for kind in kernel.state_names:
-                part = unit.find_state(slot, kind, entry[kind])
-                if part is None:  # it came from elsewhere: a load
-                    entry[kind] = unit.new_state(slot, kind).copy_(entry[kind])
-                    part = unit.find_state(slot, kind, entry[kind])
-                assert part is not None
-                part.pin_home()
+                own_state(self._space, unit, slot, kind, entry).pin_home()
             ready, grad, factors = self._gradients.update_source(slot)
             sources.append(StreamedSource(slot, group, kernel, entry, grad, ready, factors))
         _, copies = self._space.order_update(unit, [slot for slot, _ in items])

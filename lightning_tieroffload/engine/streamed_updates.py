@@ -26,7 +26,7 @@ from lightning_tieroffload.concepts import Ticket, Tier
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket, Pipe
-from lightning_tieroffload.engine.unit_state import Factor, UnitState, flat_numpy, number_format
+from lightning_tieroffload.engine.unit_state import Factor, UnitState, align_nbytes, flat_numpy, number_format
 from lightning_tieroffload.kernels.split import SplitMaster, num_tie_bytes
 from lightning_tieroffload.planning.cost_model import UpdatePlace
 from lightning_tieroffload.sizes import round_up
@@ -41,7 +41,6 @@ _BUDGET_SHARE = 32  # a slot takes at most this part of the device budget
 _GRAIN_NUMEL = 64  # slices begin at whole bytes of tie bits, and at cache lines
 _ALIGN_NBYTES = 64
 _Ranges = dict[str, tuple[int, int, int]]  # name to (address of its home in DRAM, first byte in it, last)
-_PADDING_NBYTES = 1024  # between neighbours in DRAM: it travels along
 
 
 @dataclass(slots=True)
@@ -348,12 +347,16 @@ class _Batch:
         self.ranges: _Ranges = {}
         self.staged: dict[int, _Staged] = {}  # by slot
 
-    def grown(self, piece: _Piece, homes: dict[str, int]) -> _Ranges | None:
-        """The ranges with the piece too; None where it does not lie right behind what is there."""
+    def grown(self, piece: _Piece, homes: dict[str, int], align_nbytes: int) -> _Ranges | None:
+        """The ranges with the piece too; None where it does not lie right behind what is there.
+
+        Padding between neighbours travels along, and is less than what they are aligned to. Nothing else does: it would
+        be written down again as it was on its way up, over what others have made of it meanwhile.
+        """
         ranges = dict(self.ranges)
         for key, begin, end, _ in piece.views.values():
             home, first, last = ranges.get(key, (homes[key], begin, end))
-            if home != homes[key] or begin < first or begin > last + _PADDING_NBYTES:
+            if home != homes[key] or begin < first or begin >= last + align_nbytes:
                 return None
             ranges[key] = home, first, max(last, end)
         return ranges
@@ -395,11 +398,11 @@ def _batches(
     batch = _Batch()
     for index, source in enumerate(sources):
         for piece in _pieces(unit, source, index, slot_nbytes):
-            ranges = batch.grown(piece, homes[index])
+            ranges = batch.grown(piece, homes[index], align_nbytes(unit.device))
             if batch.pieces and (ranges is None or _staged_nbytes(ranges) > slot_nbytes):
                 yield batch
                 batch = _Batch()
-                ranges = batch.grown(piece, homes[index])
+                ranges = batch.grown(piece, homes[index], align_nbytes(unit.device))
             assert ranges is not None
             batch.ranges = ranges
             batch.pieces.append(piece)
