@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -325,6 +326,52 @@ def test_an_error_on_the_way_reaches_the_thread_that_trains(
     engine.reset()
     step(model, optimizer, 4)
     engine.close()
+
+
+def test_close_behind_an_error_on_the_way_leaves_no_thread_and_no_memory(
+    all_streamed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error was seen, so ``close()`` neither raises it again nor stops halfway."""
+    before = set(threading.enumerate())
+    model, optimizer, engine = small(700_000)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    engine.flush()
+    monkeypatch.setattr(streamed_updates.StreamedUpdates, "_update", lambda *_: 1 / 0)
+
+    def steps() -> None:
+        for seed in (2, 3):
+            step(model, optimizer, seed)
+
+    with pytest.raises(ZeroDivisionError):
+        steps()
+    engine.close()
+    assert set(threading.enumerate()) <= before
+    assert engine.core.updates.passing_nbytes == 0 == engine.space.ledger[Tier.DEVICE].used_nbytes
+
+
+def test_the_kernels_threads_are_started_once(all_streamed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With loaded state the first step streams every unit; the next may have the CPU update one while they run."""
+    model, optimizer, engine = small(700_000)
+    step(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    engine.close()
+    made = []
+
+    def make(device: torch.device, make: Any = offload_engine._make_pool) -> Any:
+        made.append(threading.current_thread())
+        return make(device)
+
+    monkeypatch.setattr(offload_engine, "_make_pool", make)
+    model, optimizer, engine = small(700_000)
+    with engine.space.lock:
+        engine.core._plan_homes()
+    optimizer.load_state_dict(saved)
+    del saved
+    step(model, optimizer)
+    assert engine.report()["num_unit_updates"]["streamed"] > 0
+    engine.close()
+    assert made == [threading.current_thread()]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.25, 1 / 3, 0.5, 0.9, 1.0])

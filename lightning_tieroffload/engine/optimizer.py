@@ -1265,10 +1265,12 @@ class Updates:
         self._streamed.forget()
 
     def close(self) -> None:
-        self._streamed.release()
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        try:
+            self._streamed.release()
+        finally:
+            if self._pool is not None:
+                self._pool.close()
+                self._pool = None
 
 
 # Tensors of the parameter's size that a class keeps, beside those that its options add.

@@ -188,7 +188,8 @@ class StreamedUpdates:
     def release(self) -> bool:
         """Give the memory back, behind what still passes through it. False where there was none."""
         for ticket in self._tickets:
-            ticket.wait()
+            if not ticket.done():  # one that has failed is over, and has told whom it had to
+                ticket.wait()
         self._tickets.clear()
         self._laid_out.clear()
         slots, self._slots = self._slots, []
@@ -216,6 +217,8 @@ class StreamedUpdates:
         ``copies`` are those under way that read or write the homes. ``announce`` gets the ticket before anything runs.
         """
         assert self._pipe is not None
+        if self._space.device.type != "cuda":
+            self._get_pool()  # made in this thread: the lane's would race with it
         steps = [int(source.entry["step"].item()) + 1 if source.kernel.uses_step else 1 for source in sources]
         scales = [self._scales_of(source.factors) for source in sources]
         scalars = [self._scalars_of(source, step) for source, step in zip(sources, steps, strict=True)]
