@@ -492,6 +492,11 @@ class Part:
         slot = self.slots[index]
         return self.flat.as_strided(slot.shape, slot.stride, self.offsets[index])
 
+    def home_address(self, slot: ParamSlot) -> int:
+        """Where the slot's tensor lies in DRAM."""
+        assert self.home_flat is not None
+        return self.home_flat.data_ptr() + self.offsets[self.slots.index(slot)] * self.dtype.itemsize
+
     def pin_home(self) -> None:
         """Page-lock what the part's copy in DRAM lies in; what is refused stays pageable, with a warning."""
         if self.home_arena is not None and self.device.type == "cuda":
@@ -778,9 +783,11 @@ class UnitState:
 
     def find_state(self, slot: ParamSlot, kind: str, tensor: torch.Tensor) -> Part | None:
         """The part whose DRAM tensor ``tensor`` is."""
+        if tensor.dtype != torch.float32 or tensor.shape != slot.shape:
+            return None
         for part in self.state_parts.get((kind, slot.index), ()):
-            view = part.home_view(slot)
-            if tensor.data_ptr() == view.data_ptr() and tensor.dtype == view.dtype and tensor.shape == view.shape:
+            # By address: a view would be an operation, and give the interpreter's lock to whoever waits for it.
+            if tensor.data_ptr() == part.home_address(slot):
                 part.given[slot.index] = weakref.ref(tensor)  # another one, where somebody put a view in its place
                 return part
         return None
