@@ -342,7 +342,8 @@ def books_balance(engine: OffloadEngine) -> None:
         assert gradients._kept_nbytes == kept_nbytes
         leaving_nbytes = sum(nbytes for _, nbytes in gradients._leaving)
         used_nbytes = space.ledger[Tier.DEVICE].used_nbytes
-        assert used_nbytes == parts_nbytes + gradients.charged_nbytes + kept_nbytes + leaving_nbytes
+        held_nbytes = parts_nbytes + engine.core.updates.passing_nbytes
+        assert used_nbytes == held_nbytes + gradients.charged_nbytes + kept_nbytes + leaving_nbytes
         assert gradients.charged_nbytes == 0
 
 
