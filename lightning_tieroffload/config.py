@@ -47,6 +47,7 @@ __all__ = [
     "cuda_allocator_is_tuned",
     "local_world_size",
     "malloc_is_tuned",
+    "refuse_repeated_keys",
     "refuse_what_is_not_there",
     "resolve_budgets",
     "visible_devices",
@@ -326,7 +327,7 @@ class TierOffloadConfig:
     def from_mapping(cls, settings: Mapping[str, Any], *, where: str = "configuration") -> TierOffloadConfig:
         """The configuration in a mapping, as YAML and JSON give it. `where` is for the error message."""
         if not isinstance(settings, Mapping):
-            raise ConfigError(f"{where} must be a mapping of settings, not {settings!r}.")
+            raise ConfigError(f"{where} must be a mapping of settings, not {shown(settings)}.")
         not_names = [key for key in settings if not isinstance(key, str)]
         if not_names:
             raise ConfigError(f"{where}: the key {not_names[0]!r} is not a name. Allowed: {', '.join(_READERS)}.")
@@ -344,23 +345,17 @@ class TierOffloadConfig:
         if not text.strip():
             return cls()
         try:
-            settings = json.loads(text)
-        except json.JSONDecodeError as error:
+            settings = json.loads(text, object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"The environment variable {CONFIG_ENVIRONMENT_KEY} is not JSON: {error}.") from None
         return cls.from_mapping(settings, where=f"environment variable {CONFIG_ENVIRONMENT_KEY}")
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> TierOffloadConfig:
         """The configuration in a YAML or JSON file, either alone or as its `tieroffload_config:` block."""
-        import yaml
-
-        try:
-            with open(path, encoding="utf-8") as file:
-                content = yaml.safe_load(file)
-        except OSError as error:
-            raise ConfigError(f"The configuration file {os.fspath(path)} cannot be read: {error.strerror}.") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"The configuration file {os.fspath(path)} is not YAML: {error}.") from None
+        content = _yaml_in(path)
         settings = {} if content is None else content
         if isinstance(settings, Mapping) and "tieroffload_config" in settings:
             settings = settings["tieroffload_config"] or {}
@@ -438,14 +433,99 @@ def _refuse_unknown(unknown: Mapping[str, object]) -> None:
     for key, value in unknown.items():
         if key.lower() in _TRAINER_OWNED:
             raise ConfigError(
-                f"{key}={value!r} belongs to the training loop, not to tieroffload: set it in the Trainer "
+                f"{key}={shown(value)} belongs to the training loop, not to tieroffload: set it in the Trainer "
                 "(or in the script's own arguments, or at the top level of the Accelerate file), and remove it here."
             )
         nearest = difflib.get_close_matches(key.lower(), _READERS, n=1, cutoff=0.5)
         # difflib ranks by length too; what starts alike is what people mean ("prefetch" for "prefetch_units").
         nearest = nearest or [name for name in _READERS if name.startswith(key.lower()) and key]
         hint = f' Did you mean "{nearest[0]}"?' if nearest else ""
-        raise ConfigError(f"Unknown setting {key!r} (value {value!r}).{hint} Known settings: {', '.join(_READERS)}.")
+        raise ConfigError(
+            f"Unknown setting {key!r} (value {shown(value)}).{hint} Known settings: {', '.join(_READERS)}."
+        )
+
+
+# ---------------------------------------------------------------- files
+# YAML and JSON keep the last of two equal keys and say nothing, so that the first is a setting that is ignored.
+
+
+def _yaml_in(path: str | os.PathLike[str]) -> Any:
+    import yaml
+
+    name = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            loader = yaml.SafeLoader(file)
+        try:
+            node = loader.get_single_node()
+            _refuse_repeats(node, name)
+            return None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"The configuration file {name} cannot be read: {error.strerror}.") from error
+    except RecursionError:
+        raise ConfigError(f"The configuration file {name} is not one of settings: it is nested too deeply.") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, numbers of thousands of digits
+        raise ConfigError(f"The configuration file {name} is not YAML: {error}.") from None
+
+
+def refuse_repeated_keys(path: str | os.PathLike[str], block: str) -> None:
+    """For a file that somebody else reads: refuse a key that is there twice in its mapping ``block``, or that itself.
+
+    What else is in the file, and whether it is YAML at all, is its reader's business.
+
+    Raises:
+        ConfigError: names the key, the file and both lines.
+    """
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            node = yaml.compose(file, yaml.SafeLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return
+    if not isinstance(node, yaml.MappingNode):
+        return
+    ours = [pair for pair in node.value if pair[0].value == block]
+    _refuse_repeats(yaml.MappingNode(node.tag, ours), os.fspath(path))
+
+
+def _refuse_repeats(node: Any, name: str) -> None:
+    left, seen = [node], set()
+    while left:
+        one = left.pop()
+        if id(one) in seen:  # by an alias
+            continue
+        seen.add(id(one))
+        entries = one.value if one is not None and isinstance(one.value, list) else []
+        lines: dict[tuple[str, str], int] = {}
+        for entry in entries:
+            if not isinstance(entry, tuple):  # of a sequence
+                left.append(entry)
+                continue
+            key, value = entry
+            left.append(value)
+            if not isinstance(key.value, str) or key.value == "<<":
+                continue
+            line = key.start_mark.line + 1
+            if (first := lines.get((key.tag, key.value))) is not None:
+                raise ConfigError(
+                    f"{name}, line {line}: the key {key.value!r} is there twice, first in line {first}. Leave one out."
+                )
+            lines[key.tag, key.value] = line
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    settings = dict(pairs)
+    if len(settings) < len(pairs):
+        twice = next(key for key in settings if sum(key == other for other, _ in pairs) > 1)
+        raise ConfigError(
+            f"The environment variable {CONFIG_ENVIRONMENT_KEY} has the key {twice!r} twice. Leave one out."
+        )
+    return settings
 
 
 # ---------------------------------------------------------------- "auto" budgets

@@ -348,6 +348,31 @@ def test_the_block_reaches_the_environment_and_survives_rewriting(ending: str, t
     )
 
 
+@pytest.mark.parametrize("ending", ["yaml", "json"])
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ('"optimizer_kernel"', '\n"device_budget": "1GiB", "optimizer_kernel"', "device_budget"),
+        ('"tieroffload_config"', '"tieroffload_config": {},\n"tieroffload_config"', "tieroffload_config"),
+        ('"use_cpu"', '"use_cpu": true,\n"use_cpu"', None),  # not ours to judge
+    ],
+)
+def test_a_key_of_the_block_that_is_there_twice_is_named(
+    ending: str, old: str, new: str, key: str | None, tmp_path: Path
+) -> None:
+    file = Path(config_file(tmp_path, ending))
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+    if key is None:
+        config_args.load_config_from_file(str(file))
+        return
+    with pytest.raises(ConfigError) as caught:
+        config_args.load_config_from_file(str(file))
+    assert f"{file}, line 2: the key '{key}' is there twice, first in line 1" in str(caught.value)
+    assert "TIEROFFLOAD_CONFIG" not in os.environ
+
+
 def test_a_file_without_the_block_announces_nothing(tmp_path: Path) -> None:
     plain = {key: value for key, value in TIER.items() if key != "tieroffload_config"}
     (tmp_path / "plain.json").write_text(json.dumps(plain))

@@ -202,11 +202,54 @@ def test_broken_files_and_environment_are_named(tmp_path: Path) -> None:
     broken.write_text("a: [")
     with pytest.raises(ConfigError, match=r"broken\.yaml is not YAML"):
         TierOffloadConfig.from_file(broken)
+    with pytest.raises(ConfigError, match="TIEROFFLOAD_CONFIG has the key 'planner' twice"):
+        TierOffloadConfig.from_env({"TIEROFFLOAD_CONFIG": '{"planner": "ilp", "planner": "greedy"}'})
+    for text in ("[" * 100_000, '{"dram_budget": ' + "9" * 6000 + "}"):
+        with pytest.raises(ConfigError, match="TIEROFFLOAD_CONFIG is not JSON"):
+            TierOffloadConfig.from_env({"TIEROFFLOAD_CONFIG": text})
     with pytest.raises(ConfigError, match="TIEROFFLOAD_CONFIG is not JSON"):
         TierOffloadConfig.from_env({"TIEROFFLOAD_CONFIG": "{"})
     with pytest.raises(ConfigError, match=r"TIEROFFLOAD_CONFIG must be a mapping"):
         TierOffloadConfig.from_env({"TIEROFFLOAD_CONFIG": "[]"})
     assert TierOffloadConfig.from_env({}) == TierOffloadConfig.from_env({"TIEROFFLOAD_CONFIG": " "})
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [
+        ("planner: ilp\nio_threads: 2\nplanner: greedy\n", "planner", (1, 3)),
+        ('planner: ilp\n"planner": ilp\n', "planner", (1, 2)),
+        ("tieroffload_config:\n  planner: ilp\n  planner: ilp\n", "planner", (2, 3)),
+        ("tieroffload_config: {}\n\ntieroffload_config: {planner: ilp}\n", "tieroffload_config", (1, 3)),
+        ('{"planner": "ilp",\n "planner": "greedy"}', "planner", (1, 2)),
+        ("a: &a {planner: ilp}\ntieroffload_config:\n  <<: *a\n  planner: greedy\n", "", (0, 0)),
+        ("a: &a\n- *a\ntieroffload_config: {planner: greedy}\n", "", (0, 0)),
+    ],
+)
+def test_a_key_that_is_there_twice_is_named_with_its_lines(
+    text: str, key: str, lines: tuple[int, int], tmp_path: Path
+) -> None:
+    """YAML keeps the last one and says nothing; merging over a default with `<<` is no repetition."""
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    if not key:
+        assert TierOffloadConfig.from_file(file).planner == "greedy"
+        return
+    with pytest.raises(ConfigError) as caught:
+        TierOffloadConfig.from_file(file)
+    said = f"{file}, line {lines[1]}: the key {key!r} is there twice, first in line {lines[0]}. Leave one out."
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe\x00bad", b"a: " + b"[" * 5000, b"dram_budget: " + b"9" * 6000, b"a: *b", b"a: !!python/tuple []"],
+)
+def test_a_file_that_holds_no_settings_is_one_error_that_names_it(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"The configuration file .*settings\.yaml is not"):
+        TierOffloadConfig.from_file(file)
 
 
 def test_trn_17_configuration_is_immutable() -> None:

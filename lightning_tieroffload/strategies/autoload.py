@@ -91,9 +91,35 @@ def hook_config_file(config_args: ModuleType) -> None:
             result[BLOCK] = block.settings
         return result
 
+    for name, default in (
+        ("from_yaml_file", "default_yaml_config_file"),
+        ("from_json_file", "default_json_config_file"),
+    ):
+        setattr(base, name, classmethod(_checked_first(getattr(base, name).__func__, getattr(config_args, default))))
     base.process_config = staticmethod(process_config_with_block)
     config_args.ClusterConfig.__post_init__ = post_init_with_block
     base.to_dict = to_dict_with_block
+
+
+def _checked_first(read: Callable[..., Any], default: str) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        path = next(iter((*args, *kwargs.values())), None) or default
+        if _has_block(path):
+            from lightning_tieroffload.config import refuse_repeated_keys
+
+            refuse_repeated_keys(path, BLOCK)
+        return read(cls, *args, **kwargs)
+
+    return checked
+
+
+def _has_block(path: str) -> bool:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return BLOCK in file.read()
+    except (OSError, ValueError):  # its reader says so
+        return False
 
 
 def _announce(settings: Mapping[str, Any] | None, compute_environment: object) -> None:
