@@ -1,11 +1,21 @@
-"""Floor 0. A file of text that appears whole or not at all."""
+"""Floor 0. Files of text: ones that appear whole or not at all, and JSON out of files that anybody may have written."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+from typing import Any
 
-__all__ = ["write_whole"]
+__all__ = ["parse_json", "write_whole"]
+
+
+def parse_json(text: str) -> Any:
+    """What ``json.loads`` gives, and for whatever is wrong with the text ValueError: nesting without end too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_whole(path: str | os.PathLike[str], text: str, *, is_synced: bool = False) -> None:

@@ -318,3 +318,73 @@ def test_report_of_something_else_is_named(text: str, tmp_path: Path, capsys: py
     (tmp_path / "report.json").write_text(text)
     assert run("report", str(tmp_path)) == 2
     assert "report.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "9" * 6000, '{"tiers": 5}', '{"otherData": 5}', '{"otherData": {"compute": "host"}}',
+             '{"otherData": {"compute": "host"}, "traceEvents": [5]}'],
+)  # fmt: skip
+@pytest.mark.parametrize("option", [(), ("--trace",)])
+def test_a_report_or_a_timeline_that_is_none_is_one_message(
+    option: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "made_by_nobody.json"
+    file.write_text(text)
+    assert run("report", *option, str(file)) == 2
+    assert file.name in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- mistakes on the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *((f"bench train --{name} {value}", f"--{name}") for name, value in (
+            ("steps", "0"), ("steps", "x"), ("warmup", "0"), ("batch", "0"), ("batch", "9" * 20), ("seq", "1"),
+            ("grad-accum", "0"), ("clip", "nan"), ("seed", "-1"), ("seed", "9" * 30), ("probe-seconds", "nan"),
+            ("cap", "much"), ("size", "huge"), ("trace", "/nowhere/at/all.json"),
+        )),
+        *((f"bench io made {words}", words.split()[0]) for words in (
+            "--depths 9999999999", "--depths 0", "--file-size 0", "--cell-seconds nan", "--cell-seconds -1",
+            "--blocks x", "--blocks 1B", "--rated-tbw nan", "--file-size 1000000TiB", "--file-size 9000000TiB",
+        )),
+        ("launch --config_file nowhere.yaml nowhere.py", "nowhere.yaml is not a file"),
+        ("launch nowhere.py", "nowhere.py does not exist"),
+        ("launch --planner x there.py", "planner='x' is not allowed"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_message_that_names_it(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there.py").touch()
+    assert run(*words.split()) == 2
+    assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.rglob("*")} <= {"there.py", "made"}, "nothing is left"
+
+
+def test_launch_ends_as_the_script_ends(tmp_path: Path) -> None:
+    """One traceback, the script's, and its exit code: not the launcher's below it."""
+    script = tmp_path / "fails.py"
+    script.write_text("import sys\nprint('here')\nsys.exit(7)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_tieroffload", "launch", "--cpu", "--num_processes", "1", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7
+    assert "here" in done.stdout
+    assert "Traceback" not in done.stderr
+    wrong = tmp_path / "wrong.yaml"  # a file that Accelerate refuses
+    wrong.write_text("use_cpu: true\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_tieroffload", "launch", "--config_file", str(wrong), str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "distributed_type" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -255,6 +255,9 @@ def test_a_measured_profile_is_taken_as_it_is_and_only_for_its_batch(
         (("estimate", "tiny", "--device-budget", "1e400"), "8 EiB"),
         (("estimate", "tiny", "--state-dtype", "fp8"), "state_dtype='fp8' is not supported"),
         (("plan", "tiny", "--master-weights", "fp32"), "master_weights='fp32' is not supported"),
+        (("estimate", "tiny", "--seq", "9" * 20), "--seq"),
+        (("estimate", "tiny", "--batch", "9" * 13), "--batch"),
+        (("plan", "tiny", "--grad-accum", "9" * 25), "--grad-accum"),
     ],
 )
 def test_mistakes_are_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,3 +291,49 @@ def test_a_configuration_that_no_model_can_have_is_one_message(
     assert name in err
     assert message in err
     assert len(err.splitlines()[-1]) < 600
+
+
+UNIT = {
+    "name": "a", "param_numel": 1, "param_nbytes": 2, "grad_nbytes": 2, "state_nbytes": 8, "activation_nbytes": 1,
+    "forward_s": 0.1, "backward_s": 0.2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"units": 5}, "units must be a list"),
+        ({"units": [5]}, "units[0] must be a JSON object"),
+        ({"units": [{**UNIT, "param_nbytes": "x"}]}, "param_nbytes is 'x'"),
+        ({"units": [{**UNIT, "param_nbytes": []}]}, "param_nbytes is []"),
+        ({"units": [{**UNIT, "name": 5}]}, "name is 5"),
+        ({"units": []}, "at least one unit"),
+        ({"notes": 7}, "notes must be an object"),
+        ({"batch_key": 7}, "batch_key must be text"),
+        ({"machine": []}, "machine profile must be a JSON object"),
+        ({"machine": {"name": 5}}, "name is 5"),
+        ({"machine": {"dram_nbytes": "1GiB"}}, "dram_nbytes is '1GiB'"),
+    ],
+)
+def test_a_profile_that_somebody_has_edited_is_one_message(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "edited.json"
+    file.write_text(json.dumps({"format_version": 1, "machine": {}, "units": [UNIT], **changes}))
+    code, _, err = run(capsys, "estimate", str(file))
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 6000, '"\\ud800', "\x00"])
+@pytest.mark.parametrize("role", ["model", "--machine", "--plan-file"])
+def test_a_file_that_is_no_json_is_one_message_whatever_it_is_for(
+    role: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "made_by_nobody.json"
+    file.write_text(content)
+    model = ("tiny", *SHAPE, role, str(file)) if role.startswith("--") else (str(file),)
+    code, _, err = run(capsys, "estimate", *model)
+    assert code == 2
+    assert file.name in err
+    assert "not JSON" in err

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_tieroffload.cli.options import print_json
-from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.errors import ConfigError, TierOffloadError
 from lightning_tieroffload.io.direct_file import filesystem_of
 from lightning_tieroffload.io.endurance import forecast, rated_nbytes_of_tbw, read_health
 from lightning_tieroffload.io.link_probe import LinkRates, probe_links
@@ -62,8 +62,8 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{option}={text!r} must be whole numbers from 1 on, separated by commas, such as 1,4,8.")
+    if not numbers or min(numbers) < 1 or max(numbers) > 256:
+        raise ConfigError(f"{option}={text!r} must be whole numbers from 1 to 256, separated by commas, such as 1,4,8.")
     return numbers
 
 
@@ -121,12 +121,14 @@ def _render(
 
 
 def bench_io(
-    path: Annotated[Path, typer.Argument(help="A directory on the disk to measure; made if it is missing.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A directory on the disk to measure; made if it is missing.")
+    ],
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     blocks: Annotated[str, typer.Option(help="Block lengths, separated by commas.")] = "1MiB,4MiB,16MiB",
     depths: Annotated[str, typer.Option(help="Calls under way at a time, separated by commas.")] = "1,2,4,8",
     file_size: Annotated[str, typer.Option(help="Length of the scratch file.")] = "256MiB",
-    cell_seconds: Annotated[float, typer.Option(help="Seconds for each figure.")] = 0.15,
+    cell_seconds: Annotated[float, typer.Option(min=0.001, max=600, help="Seconds for each figure.")] = 0.15,
     rated_tbw: Annotated[
         float | None,
         typer.Option(min=0, help="Rated writes of the drive in terabytes (TBW), for how long it lasts at this rate."),
@@ -136,13 +138,21 @@ def bench_io(
     block_nbytes = tuple(parse_nbytes(part, key="--blocks") for part in blocks.split(","))
     if any(nbytes < 4096 or nbytes % 4096 for nbytes in block_nbytes):
         raise ConfigError(f"--blocks={blocks!r}: direct I/O needs multiples of 4KiB.")
-    probe, store = measure_io(
-        path,
-        block_nbytes=block_nbytes,
-        depths=_numbers(depths, "--depths"),
-        file_nbytes=parse_nbytes(file_size, key="--file-size"),
-        cell_s=cell_seconds,
-    )
+    file_nbytes = parse_nbytes(file_size, key="--file-size")
+    if not file_nbytes:
+        raise ConfigError("--file-size=0: give the scratch file a length, such as 256MiB.")
+    at_a_time = _numbers(depths, "--depths")
+    try:
+        probe, store = measure_io(
+            path, block_nbytes=block_nbytes, depths=at_a_time, file_nbytes=file_nbytes, cell_s=cell_seconds
+        )
+    except OSError as error:
+        if isinstance(error, TierOffloadError):
+            raise
+        raise ConfigError(
+            f"{path} cannot be measured: {error.strerror or error}. Name another directory, or a smaller --file-size "
+            f"than {file_size}."
+        ) from error
     links = [probe_links(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     health = None if probe.device is None else read_health(probe.device)
     wear = forecast(

@@ -27,7 +27,7 @@ import typer
 from lightning_tieroffload.cli.options import SETTINGS_HELP, refuse_rest, take_settings
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.config import TierOffloadConfig
-from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.errors import ConfigError, TierOffloadError
 from lightning_tieroffload.io.probe import probe_path
 from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape
 from lightning_tieroffload.sizes import GiB, MiB, parse_nbytes
@@ -44,22 +44,26 @@ _STATE_BYTES = 10  # a parameter: low half of the master, two moments in fp32
 def bench_train(
     ctx: typer.Context,
     model_size: str = typer.Option("tiny", "--size", help=f"One of {', '.join(LLAMA_SIZES)}."),
-    batch: int = typer.Option(8, help="Sequences a micro-batch."),
-    seq: int = typer.Option(2048, help="Tokens a sequence."),
-    steps: int = typer.Option(20, help="Timed steps."),
-    warmup: int = typer.Option(5, help="Steps before the timed ones."),
-    grad_accum: int = typer.Option(1, help="Micro-batches a step."),
-    clip: float = typer.Option(1.0, help="Largest gradient norm; 0 switches clipping off."),
+    batch: int = typer.Option(8, min=1, max=2**20, help="Sequences a micro-batch."),
+    seq: int = typer.Option(2048, min=2, max=2**24, help="Tokens a sequence; each predicts the next."),
+    steps: int = typer.Option(20, min=1, help="Timed steps."),
+    warmup: int = typer.Option(5, min=1, help="Steps before the timed ones."),
+    grad_accum: int = typer.Option(1, min=1, help="Micro-batches a step."),
+    clip: float = typer.Option(1.0, min=0, help="Largest gradient norm; 0 switches clipping off."),
     face: str = typer.Option("plain", help=f"One of {', '.join(FACES)}."),
     amp: str = typer.Option("bf16-mixed", help="bf16-mixed or 32."),
-    cap: str = typer.Option("", help="Most device memory that the process may allocate, e.g. 24GiB."),
+    cap: str = typer.Option("", help="Most memory of a GPU that the process may allocate, e.g. 24GiB."),
     against: str = typer.Option("", help="'resident' runs the same job without offloading too."),
     recompute: bool = typer.Option(
         True, help="Each layer checkpoints itself; without, its activations are the settings' business."
     ),
-    seed: int = typer.Option(0, help="Seed of weights and data."),
-    probe_seconds: float = typer.Option(1.0, help="With flash: seconds for each figure of the disk, before and after."),
-    deterministic: bool = typer.Option(False, help="Use torch's deterministic algorithms, to compare runs bit by bit."),
+    seed: int = typer.Option(0, min=0, max=2**31 - 1, help="Seed of weights and data."),
+    probe_seconds: float = typer.Option(
+        1.0, min=0.001, max=600, help="With flash: seconds for each figure of the disk, before and after."
+    ),
+    deterministic: bool = typer.Option(
+        False, "--deterministic", help="Use torch's deterministic algorithms, to compare runs bit by bit."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Only the JSON lines."),
     trace: str = typer.Option(
         "", help="Write the timeline of the last steps (Chrome trace, trace_steps) to this file."
@@ -78,6 +82,10 @@ def bench_train(
             f"--size is one of {', '.join(LLAMA_SIZES)}, --face one of {', '.join(FACES)}, --amp bf16-mixed or 32, "
             "--against resident."
         )
+    if cap:
+        parse_nbytes(cap, key="--cap")
+    if trace and not os.access(folder := os.path.dirname(os.path.abspath(trace)), os.W_OK | os.X_OK):
+        raise ConfigError(f"--trace {trace} cannot be written: {folder} is not a directory that this user may write.")
     job: dict[str, Any] = {
         "size": model_size, "batch": batch, "seq": seq, "steps": steps, "warmup": warmup, "grad_accum": grad_accum,
         "clip": clip, "face": face, "amp": amp, "cap": cap, "seed": seed, "recompute": recompute,
@@ -392,4 +400,8 @@ def _accelerate(
 
 
 if __name__ == "__main__":
-    print(json.dumps(run_job(json.loads(sys.argv[1]))))
+    try:
+        print(json.dumps(run_job(json.loads(sys.argv[1]))))
+    except TierOffloadError as refused:  # written for people, and complete
+        print(f"tieroffload: {refused}", file=sys.stderr)
+        sys.exit(2)

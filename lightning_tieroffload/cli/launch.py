@@ -7,12 +7,15 @@ Owns the hand-over to Accelerate's launcher only; what is started is `lightning_
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import _tieroffload_hooks
 from lightning_tieroffload.config import TierOffloadConfig
-from lightning_tieroffload.errors import ConfigError
+from lightning_tieroffload.errors import ConfigError, TierOffloadError
 from lightning_tieroffload.strategies import autoload
 
 __all__ = ["launch", "launch_parser"]
@@ -45,7 +48,7 @@ def launch(arguments: Sequence[str]) -> None:
 
     Raises:
         ConfigError: wrong settings, here or in the file's `tieroffload_config` block; before anything is started.
-        SystemExit: by the argument parser. CalledProcessError: the script failed.
+        SystemExit: by the argument parser; with the script's exit code, where it failed, as it has said itself why.
     """
     _tieroffload_hooks.install()  # before accelerate reads its file, which may have our block
     from accelerate.commands.launch import launch_command
@@ -53,6 +56,12 @@ def launch(arguments: Sequence[str]) -> None:
     args = launch_parser().parse_args(list(arguments))
     if args.no_python:
         raise ConfigError("--no_python starts a program that is not Python: tieroffload cannot be in it. Leave it out.")
+    if args.config_file is not None and not os.path.isfile(args.config_file):
+        raise ConfigError(
+            f"--config_file {args.config_file} is not a file. Name one that `accelerate config` has written."
+        )
+    if not args.module and not os.path.exists(args.training_script):
+        raise ConfigError(f"{args.training_script} does not exist. Name a script, or a module after --module.")
     chosen = {
         key.removeprefix(_DEST): _split(value)
         for key, value in vars(args).items()
@@ -66,7 +75,15 @@ def launch(arguments: Sequence[str]) -> None:
     module = ["--module"] if args.module else []
     args.training_script_args = [*module, args.training_script, *args.training_script_args]
     args.module, args.training_script = True, _RUNNER
-    launch_command(args)
+    try:
+        launch_command(args)
+    except subprocess.CalledProcessError as error:
+        # A launcher's traceback below the script's own would be all that is seen of it.
+        sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
+    except ValueError as error:
+        if isinstance(error, TierOffloadError):
+            raise
+        raise ConfigError(f"accelerate launch refuses this: {error}") from error
 
 
 def _split(value: Any) -> Any:

@@ -35,7 +35,9 @@ class _Command:
 
 _COMMANDS = {
     "doctor": _Command("doctor", "doctor", "What is usable on this machine, and what to do about the rest."),
-    "launch": _Command("launch", "launch", "accelerate launch with the hooks installed, where autoloading is off."),
+    "launch": _Command(
+        "launch", "launch", "What `accelerate launch` does, for where torch loads no plugins by itself."
+    ),
     "estimate": _Command("plan", "estimate", "Bytes per tier and seconds per step, before anything is allocated."),
     "plan": _Command("plan", "plan", "Make a plan for a model and these budgets, and show it."),
     "bench io": _Command("bench_io", "bench_io", "Measure the links: host to device, and each path on flash."),

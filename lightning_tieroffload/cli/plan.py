@@ -7,7 +7,6 @@ a machine that is not this one.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from lightning_tieroffload.planning.cost_model import ACTIVATION_CHOICES, Activa
 from lightning_tieroffload.planning.plan import Plan, check_plan, restated
 from lightning_tieroffload.planning.profile import REFERENCE_MACHINE, MachineProfile, Profile
 from lightning_tieroffload.sizes import format_nbytes
+from lightning_tieroffload.whole_file import parse_json
 
 __all__ = ["estimate", "instance_from", "plan", "profile_from"]
 
@@ -38,9 +38,9 @@ _PLACES = {"cpu": (UpdatePlace.CPU,), "device": (UpdatePlace.DEVICE,)}
 _Model = Annotated[
     str, typer.Argument(metavar="CONFIG_OR_MODEL", help="A model directory, a config.json, a profile, or a bench size.")
 ]
-_Batch = Annotated[int, typer.Option(min=1, help="Sequences a micro-batch.")]
-_Seq = Annotated[int, typer.Option(min=1, help="Tokens a sequence.")]
-_Accum = Annotated[int, typer.Option(min=1, help="Micro-batches a step.")]
+_Batch = Annotated[int, typer.Option(min=1, max=2**20, help="Sequences a micro-batch.")]
+_Seq = Annotated[int, typer.Option(min=1, max=2**24, help="Tokens a sequence.")]
+_Accum = Annotated[int, typer.Option(min=1, max=2**20, help="Micro-batches a step.")]
 _Clip = Annotated[
     float, typer.Option(min=0.0, help="Largest gradient norm; 0: no clipping, updates start in backward.")
 ]
@@ -48,7 +48,7 @@ _Machine = Annotated[
     str, typer.Option(help="A machine profile or tieroffload_profile.json; else the reference machine.")
 ]
 _Precision = Annotated[str, typer.Option(help="bf16-mixed (fp32 weights), bf16-true or 32-true.")]
-_Save = Annotated[str, typer.Option(help="Write the plan where plan_file can read it.")]
+_Save = Annotated[str, typer.Option(help="Write the plan to this file, which --plan-file reads.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -73,11 +73,14 @@ def profile_from(source: str, machine: MachineProfile | None, job: Any, units: A
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            raw = parse_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{source} is not JSON: {error}.") from error
         if isinstance(raw, dict) and "units" in raw and "machine" in raw:
-            profile = Profile.from_json(raw)
+            try:
+                profile = Profile.from_json(raw)
+            except ConfigError as error:
+                raise ConfigError(f"{source}: {error}") from None
             wanted = f"{job.batch}x{job.seq}"
             if profile.batch_key not in ("", wanted):
                 raise ConfigError(

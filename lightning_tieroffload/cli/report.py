@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from lightning_tieroffload.gaps import StepGaps, gaps_of
 from lightning_tieroffload.io.endurance import rated_nbytes_of_tbw, with_rating
 from lightning_tieroffload.report import gaps_table, render_report
 from lightning_tieroffload.trace import TIMELINE_FILE_NAME
+from lightning_tieroffload.whole_file import parse_json
 
 __all__ = ["read_report", "read_timeline", "report"]
 
@@ -28,14 +28,14 @@ def read_report(path: Path) -> dict[str, Any]:
     """
     file = path / "report.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text())
+        content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{file} does not exist. A run writes it into the directory that trace_path names, when it ends."
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as a run report: {error}.") from None
-    if not isinstance(content, dict) or "tiers" not in content:
+    if not isinstance(content, dict) or not isinstance(content.get("tiers"), dict):
         raise ConfigError(f'{file} is not a run report: it has no "tiers".')
     return content
 
@@ -48,7 +48,7 @@ def read_timeline(path: Path) -> dict[str, Any]:
     """
     file = path / TIMELINE_FILE_NAME if path.is_dir() else path
     try:
-        content = json.loads(file.read_text())
+        content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{file} does not exist. A run writes it into the directory that trace_path names, when it ends, unless "
@@ -56,9 +56,12 @@ def read_timeline(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as a timeline: {error}.") from None
-    if not isinstance(content, dict) or "compute" not in content.get("otherData", {}):
+    about = content.get("otherData") if isinstance(content, dict) else None
+    if not isinstance(about, dict) or "compute" not in about:
         raise ConfigError(f"{file} is not a timeline of tieroffload: it does not say where compute was.")
-    return content
+    if not isinstance(content.get("traceEvents"), list):
+        raise ConfigError(f'{file} is not a timeline: its "traceEvents" are no list.')
+    return content  # type: ignore[no-any-return]
 
 
 def _longest(step: StepGaps, most: int) -> list[dict[str, Any]]:
@@ -80,7 +83,13 @@ def report(
 ) -> None:
     """Show the report of a run: bytes moved, peak against budget, stalls, steps and the plan; or a timeline's gaps."""
     if trace is not None:
-        steps = gaps_of(read_timeline(trace))
+        timeline = read_timeline(trace)
+        try:
+            steps = gaps_of(timeline)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{trace} is not a timeline as tieroffload writes it: {type(error).__name__}: {error}."
+            ) from None
         if json_:
             print_json({"steps": [{**dataclasses.asdict(step), "gaps": _longest(step, gaps)} for step in steps]})
         else:

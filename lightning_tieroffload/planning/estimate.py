@@ -15,7 +15,6 @@ loss needs them.
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from lightning_tieroffload.engine.units import find_units
 from lightning_tieroffload.errors import ConfigError, UnsupportedError
 from lightning_tieroffload.llama_shape import LLAMA_SIZES
 from lightning_tieroffload.planning.profile import MachineProfile, Profile, UnitProfile
+from lightning_tieroffload.whole_file import parse_json
 
 __all__ = ["PRECISIONS", "estimate_profile", "profile_of_model", "read_model_config"]
 
@@ -85,7 +85,7 @@ def read_model_config(source: str) -> Any:
             f"{', '.join(LLAMA_SIZES)}. Save one with model.config.save_pretrained(directory)."
         )
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{os.fspath(file)} is not a model configuration: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):

@@ -30,7 +30,7 @@ from lightning_tieroffload.planning.cost_model import (
 from lightning_tieroffload.planning.profile import UnitProfile
 from lightning_tieroffload.planning.profile import model_key as key_of_units
 from lightning_tieroffload.sizes import format_nbytes
-from lightning_tieroffload.whole_file import write_whole
+from lightning_tieroffload.whole_file import parse_json, write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -171,7 +171,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         try:
             with open(path, encoding="utf-8") as stream:
-                raw = json.load(stream)
+                raw = parse_json(stream.read())
         except OSError as error:
             raise ConfigError(f"plan_file {os.fspath(path)}: {error.strerror or error}.") from error
         except ValueError as error:

@@ -13,10 +13,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from lightning_tieroffload.errors import ConfigError
-from lightning_tieroffload.whole_file import write_whole
+from lightning_tieroffload.whole_file import parse_json, write_whole
 
 __all__ = [
     "PROFILE_FILE_NAME",
@@ -83,10 +84,11 @@ class UnitProfile:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if isinstance(value, str):
+            if name == "name":
+                _require(isinstance(value, str), f"a unit's name is {value!r}; it must be a string.")
                 continue
             _require(
-                value is None or (math.isfinite(value) and value >= 0),
+                value is None or (isinstance(value, Real) and math.isfinite(value) and float(value) >= 0),
                 f"unit {self.name}: {name} is {value!r}; it must be a finite number, 0 or more.",
             )
 
@@ -148,6 +150,7 @@ class MachineProfile:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if f.name == "name":
+                _require(isinstance(value, str), f"a machine's name is {value!r}; it must be a string.")
                 continue
             least = 0.0 if f.name.endswith(("_frac", "_nbytes")) else math.nextafter(0.0, 1.0)
             _require(
@@ -249,6 +252,14 @@ class Profile:
         )
         missing = sorted({"machine", "units"} - set(raw))
         _require(not missing, f"profile lacks {missing}. Measure again.")
+        for name, kind, shown in (
+            ("units", list, "a list"),
+            ("notes", Mapping, "an object"),
+            ("batch_key", str, "text"),
+        ):
+            _require(
+                name not in raw or isinstance(raw[name], kind), f"the profile's {name} must be {shown}. Measure again."
+            )
         profile = cls(
             machine=MachineProfile.from_json(raw["machine"]),
             units=tuple(_from_mapping(UnitProfile, unit, f"units[{i}]") for i, unit in enumerate(raw["units"])),
@@ -276,7 +287,7 @@ class Profile:
 def _read_json(path: str | os.PathLike[str]) -> Any:
     try:
         with open(path, encoding="utf-8") as stream:
-            return json.load(stream)
+            return parse_json(stream.read())
     except OSError as error:
         raise ConfigError(f"cannot read {os.fspath(path)}: {error.strerror or error}.") from error
     except ValueError as error:
