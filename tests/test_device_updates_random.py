@@ -1,4 +1,4 @@
-"""Updates on the device and in two passes against updates on the CPU, bit by bit, under random plans and user code.
+"""Updates on the device, through it and in two passes against the CPU's, bit by bit, under random plans and user code.
 
 Each seed is one run of a few steps: random settings, random user code between any two calls of the loop, and units
 whose line of the plan is another one at any time. The reference does the same, every unit updated on the CPU at once.
@@ -6,11 +6,12 @@ whose line of the plan is another one at any time. The reference does the same, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.engine import device_updates, offload_engine
 from lightning_tieroffload.engine.offload_engine import OffloadEngine
 
 NUM_STEPS = 7
@@ -81,6 +83,9 @@ class Settings:
         self.looks_before_close = rng.random() < 0.5
         self.dtype = rng.choice([torch.bfloat16, torch.bfloat16, torch.float16])
         self.odd = rng.choice(["", "", "tied", "hook", "late hook", "sparse"])
+        # Where state passes through the device: of that which does not live there, how much; and whether any does.
+        self.streamed_share = rng.choice([0.5, 1.0])
+        self.lives_on_device = rng.random() < 0.3
 
     def __repr__(self) -> str:
         return str(vars(self))
@@ -347,10 +352,10 @@ def books_balance(engine: OffloadEngine) -> None:
         assert gradients.charged_nbytes == 0
 
 
-def one_run(settings: Settings, *, update_on: str, defer: bool, flips: bool) -> tuple[Recording, int]:
+def one_run(settings: Settings, *, update_on: str, defer: bool, flips: bool) -> tuple[Recording, dict[str, int]]:
     seed_all(settings.seed)
     model, optimizers = settings.make()
-    budget = settings.budget if flips or defer else "all"
+    budget = settings.budget if update_on != "cpu" or defer else "all"
     variant = Variant(SLOW, prefetch=settings.prefetch, seed=settings.seed, budget=budget)
     engine = attach(
         model, optimizers, variant, optimizer_kernel="numba", update_on=update_on, profile_steps=0, io_timeout_s=60,
@@ -401,13 +406,13 @@ def one_run(settings: Settings, *, update_on: str, defer: bool, flips: bool) -> 
             assert_within_budget(engine)
         if settings.looks_before_close:
             recording.looks.append(take_down(model, optimizers))
-        num_on_device = engine.report()["num_unit_updates"]["device"]
+        counts = engine.report()["num_unit_updates"]
         actor.held = [h for h in actor.held if isinstance(h, torch.Tensor)]
     finally:
         engine.close()
     recording.looks.append(take_down(model, optimizers))
     recording.looks.append({f"log/{i}": value for i, value in enumerate(flat(actor.numbers))})
-    return recording, num_on_device
+    return recording, counts
 
 
 def flat(values: list[Any]) -> list[torch.Tensor]:
@@ -420,14 +425,30 @@ def flat(values: list[Any]) -> list[torch.Tensor]:
     return result
 
 
-def compare(seed: int) -> int:
+@contextlib.contextmanager
+def streaming(settings: Settings) -> Iterator[None]:
+    """Engines send state through the device as the seed says, whatever budget there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload_engine, "_HOST_STREAMED_SHARE", settings.streamed_share)
+        if not settings.lives_on_device:
+            patch.setattr(device_updates, "choose_device_units", lambda *_: set())
+        yield
+
+
+def compare(seed: int) -> dict[str, int]:
+    """How many units were updated where."""
     settings = Settings(seed)
     with one_thread():
         reference, _ = one_run(settings, update_on="cpu", defer=False, flips=False)
-        update_on, defer = [("device", False), ("device", True), ("cpu", True)][seed % 3]
-        ours, num_on_device = one_run(settings, update_on=update_on, defer=defer, flips=update_on == "device")
+        update_on, defer = [("device", False), ("device", True), ("cpu", True), ("split", False)][seed % 4]
+        if update_on == "split":  # what state passes through takes a share of the budget, and is nothing of a small one
+            settings.budget = "all" if settings.budget == "all" else 3 * settings.budget
+            with streaming(settings):
+                ours, counts = one_run(settings, update_on=update_on, defer=defer, flips=settings.lives_on_device)
+        else:
+            ours, counts = one_run(settings, update_on=update_on, defer=defer, flips=update_on == "device")
     assert_exact(reference, ours, repr(settings))
-    return num_on_device
+    return counts
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -441,6 +462,7 @@ def test_more_random_plans_and_user_code(seed: int) -> None:
     compare(seed)
 
 
-def test_the_random_runs_do_update_on_the_device() -> None:
+def test_the_random_runs_do_update_on_the_device_and_through_it() -> None:
     """Else they would prove nothing."""
-    assert sum(compare(seed) for seed in (0, 3, 4)) > 10
+    assert sum(compare(seed)["device"] for seed in (0, 4, 5)) > 10
+    assert sum(compare(seed)["streamed"] for seed in (3, 7, 11)) > 10
