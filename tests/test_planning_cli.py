@@ -109,6 +109,17 @@ def test_a_forward_that_needs_values_is_refused_with_the_way_out() -> None:
         profile_of_model(Sorts, lambda: {"x": torch.zeros(2, 4)}, REFERENCE_MACHINE, precision="32-true")
 
 
+def test_a_walk_that_takes_long_says_once_how_far_it_is(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Transformers' Mamba without its kernels loops over positions: minutes in which nothing was said."""
+    monkeypatch.setattr("lightning_tieroffload.planning.estimate._SLOW_S", 0.0)
+    estimate_profile(str(model_dir), REFERENCE_MACHINE, batch=1, seq=16)
+    said = [record.getMessage() for record in caplog.records if "units walked" in record.getMessage()]
+    assert len(said) == 1
+    assert "--seq" in said[0]
+
+
 SHAPE = ("--batch", str(BATCH), "--seq", str(SEQ))
 
 

@@ -19,6 +19,7 @@ from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError
 from lightning_tieroffload.planning.cost_model import ACTIVATION_CHOICES, ActivationChoice, Instance, UpdatePlace
 from lightning_tieroffload.planning.plan import Plan, check_plan, restated
 from lightning_tieroffload.planning.profile import REFERENCE_MACHINE, MachineProfile, Profile
+from lightning_tieroffload.report import format_seconds
 from lightning_tieroffload.sizes import format_nbytes
 from lightning_tieroffload.whole_file import parse_json
 
@@ -206,10 +207,10 @@ def plan(
     tokens = job.num_tokens / made.forecast.step_s if made.forecast.step_s > 0 else 0.0
     basis = "" if profile.source == "measured" else " (estimated, nothing was run)"
     console.print(
-        f"{made.forecast.step_s:.4g} s a step, {tokens:,.0f} tokens/s{basis} on {profile.machine.name}; "
+        f"{format_seconds(made.forecast.step_s)} a step, {tokens:,.0f} tokens/s{basis} on {profile.machine.name}; "
         f"bound by {made.forecast.bottleneck}."
     )
-    gains = [f"{tier} {1e3 * seconds:.3g} ms" for tier, seconds in saved_s.items()]
+    gains = [f"{tier} {format_seconds(seconds)}" for tier, seconds in saved_s.items()]
     console.print(f"One more GiB would save, per step: {', '.join(gains)}.")
     if made.note:
         console.print(f"Note: {made.note}.")
@@ -246,8 +247,8 @@ def estimate(
         document = {"fits": True, **_document(instance, profile, made, job)}
         on_tiers = ", ".join(f"{tier} {format_nbytes(n)}" for tier, n in document["peak_nbytes"].items() if n)
         text = (
-            f"fits: {document['tokens_per_s'] or 0.0:,.0f} tokens/s, {made.forecast.step_s:.4g} s a step, bound by "
-            f"{made.forecast.bottleneck}; {on_tiers}"
+            f"fits: {document['tokens_per_s'] or 0.0:,.0f} tokens/s, {format_seconds(made.forecast.step_s)} a step, "
+            f"bound by {made.forecast.bottleneck}; {on_tiers}"
         )
     if json_:
         print_json(document)

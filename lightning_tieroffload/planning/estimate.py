@@ -15,8 +15,10 @@ loss needs them.
 
 from __future__ import annotations
 
+import logging
 import os
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +37,11 @@ from lightning_tieroffload.planning.profile import MachineProfile, Profile, Unit
 from lightning_tieroffload.whole_file import parse_json
 
 __all__ = ["PRECISIONS", "estimate_profile", "profile_of_model", "read_model_config"]
+
+_log = logging.getLogger("lightning_tieroffload")
+
+_SLOW_S = 10.0
+"""After so long a walk says how far it is, once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +169,7 @@ class _Tally:
 class _Walk:
     """Attributes saved tensors and operations of one forward to the unit that is running, else to the rest."""
 
-    def __init__(self, params: set[int], counter: FlopCounterMode, masked_length: int) -> None:
+    def __init__(self, params: set[int], counter: FlopCounterMode, masked_length: int, num_units: int) -> None:
         self.tallies: dict[str, _Tally] = {}
         self.running: list[str] = []
         self.num_runs = 0
@@ -170,6 +177,9 @@ class _Walk:
         self._counter = counter
         self._masked_length = masked_length
         self._mark = 0.0
+        self._num_units = num_units
+        self._begin_s = time.monotonic()
+        self._is_slow_said = False
 
     def tally(self, name: str) -> _Tally:
         return self.tallies.setdefault(name, _Tally())
@@ -179,8 +189,20 @@ class _Walk:
         self.tally(self.running[-1] if self.running else "").flop += total - self._mark
         self._mark = total
 
+    def _say_if_slow(self) -> None:
+        passed_s = time.monotonic() - self._begin_s
+        if self._is_slow_said or passed_s < _SLOW_S:
+            return
+        self._is_slow_said = True
+        _log.warning(
+            "%d of %d units walked in %.0f s: a forward that loops over positions, as transformers' Mamba without its "
+            "compiled kernels, is slow on shapes too. A shorter --seq takes as much less time.",
+            len(self.tallies.keys() - {""}), self._num_units, passed_s,
+        )  # fmt: skip
+
     def enter(self, name: str, inputs: Any) -> None:
         self._settle()
+        self._say_if_slow()
         self.running.append(name)
         tally = self.tally(name)
         if tally.first_run is None:
@@ -279,7 +301,7 @@ def profile_of_model(
     counter = FlopCounterMode(display=False, custom_mapping={flash: _flash_flop})
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build()
-        walk = _Walk({p.untyped_storage()._cdata for p in model.parameters()}, counter, masked_length)
+        walk = _Walk({p.untyped_storage()._cdata for p in model.parameters()}, counter, masked_length, len(found))
         try:
             with counter, _watching(walk, model, found):
                 model(**inputs())

@@ -188,12 +188,15 @@ class Plan:
         """The plan as a ``rich.table.Table``: consecutive units with the same choices share a line."""
         from rich.table import Table
 
+        from lightning_tieroffload.report import format_seconds
+
         peaks = ", ".join(
             f"{tier.name} {format_nbytes(self.tier_peak_nbytes(tier))}" for tier in Tier if self.tier_peak_nbytes(tier)
         )
         gap = f"{100 * self.mip_gap:.2g} %" if math.isfinite(self.mip_gap) else "unknown"
+        step = format_seconds(self.forecast.step_s)
         table = Table(
-            title=f"Plan ({self.planner}): {self.forecast.step_s:.3g} s a step, bound by {self.forecast.bottleneck}",
+            title=f"Plan ({self.planner}): {step} a step, bound by {self.forecast.bottleneck}",
             caption=f"peak {peaks or 'nothing'}; prefetch {self.prefetch_units} units; gap {gap}",
         )
         for heading in ("units", "params", "state", "grads", "update on", "activations"):
