@@ -351,6 +351,8 @@ def test_a_report_or_a_timeline_that_is_none_is_one_message(
         )),
         ("launch --config_file nowhere.yaml nowhere.py", "nowhere.yaml is not a file"),
         ("launch nowhere.py", "nowhere.py does not exist"),
+        ("report " + "x" * 5000, "cannot be read"),
+        ("report --trace " + "x" * 5000, "cannot be read"),
         ("launch --planner x there.py", "planner='x' is not allowed"),
     ],
 )  # fmt: skip

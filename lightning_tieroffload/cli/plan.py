@@ -7,6 +7,7 @@ a machine that is not this one.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +73,7 @@ def profile_from(source: str, machine: MachineProfile | None, job: Any, units: A
     Raises ``ConfigError`` for a profile of another batch shape than the job's.
     """
     path = Path(source)
-    if path.is_file() and path.suffix == ".json":
+    if os.path.isfile(path) and path.suffix == ".json":
         try:
             raw = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ def read_report(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is not one.
     """
-    file = path / "report.json" if path.is_dir() else path
+    file = path / "report.json" if os.path.isdir(path) else path
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -46,7 +47,7 @@ def read_timeline(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is not one.
     """
-    file = path / TIMELINE_FILE_NAME if path.is_dir() else path
+    file = path / TIMELINE_FILE_NAME if os.path.isdir(path) else path
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

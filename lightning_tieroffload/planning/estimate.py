@@ -84,9 +84,9 @@ def read_model_config(source: str) -> Any:
             max_position_embeddings=1 << 20,
         )
     path = Path(source)
-    folder = path.parent if path.is_file() else path
-    file = path if path.is_file() else path / "config.json"
-    if not file.is_file():
+    folder = path.parent if os.path.isfile(path) else path
+    file = path if os.path.isfile(path) else path / "config.json"
+    if not os.path.isfile(file):
         raise ConfigError(
             f"{source!r} is neither a directory with a config.json, nor such a file, nor one of the sizes "
             f"{', '.join(LLAMA_SIZES)}. Save one with model.config.save_pretrained(directory)."
@@ -307,6 +307,10 @@ def profile_of_model(
                 model(**inputs())
                 walk.finish()
         except RuntimeError as error:
+            if "overflow" in str(error):
+                raise ConfigError(
+                    f"this batch has more elements than a tensor can ({error}). Take a smaller one."
+                ) from error
             raise UnsupportedError(
                 f"{type(model).__name__}: its forward needs values, not shapes only ({error}). Profile it with a run, "
                 "and plan from the tieroffload_profile.json that is written."
