@@ -438,3 +438,65 @@ def test_a_model_that_is_dropped_with_updates_on_their_way(debug: list[str], amp
         gc.collect()
         assert alive() is None
         space.streams.settle()
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t().contiguous().t()
+
+
+def sparse_columns(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.full((tensor.shape[0], 2 * tensor.shape[1]), float("nan"))
+    wide[:, ::2] = tensor
+    return wide[:, ::2]
+
+
+@pytest.mark.parametrize("how", [transposed, sparse_columns])
+@pytest.mark.parametrize("is_loaded", [True, False])
+@pytest.mark.parametrize("update_on", ["cpu", "device", "split"])
+def test_state_with_other_strides_than_its_parameters(
+    update_on: str, is_loaded: bool, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model in another memory format, or put there by user code: kernels go through memory, element by element."""
+    if update_on == "split":
+        monkeypatch.setattr("lightning_tieroffload.engine.device_updates.choose_device_units", lambda *_: set())
+    ends = []
+    for changes in (False, True):
+        model, optimizer, engine = small(4_000_000, update_on=update_on if changes else "cpu")
+        for seed in range(2):
+            step(model, optimizer, seed)
+        p = model[1].weight
+        state = optimizer.state_dict()
+        for entry in state["state"].values() if changes else ():
+            entry["exp_avg"] = how(entry["exp_avg"]) if entry["exp_avg"].ndim == 2 else entry["exp_avg"]
+            entry["exp_avg_sq"] = how(entry["exp_avg_sq"]) if entry["exp_avg"].ndim == 2 else entry["exp_avg_sq"]
+        if is_loaded:
+            optimizer.load_state_dict(state)
+        elif changes:
+            optimizer.state[p].update(state["state"][2])
+        entry = state = None
+        for seed in range(2, 4):
+            step(model, optimizer, seed)
+        held = optimizer.state[p]["exp_avg"]
+        step(model, optimizer, 4)  # in place, as the plain run
+        assert held is optimizer.state[p]["exp_avg"]
+        engine.close()
+        ends.append({**take_down(model, [optimizer]), "held": held.clone()})
+        del held
+    assert [key for key in ends[0] if not same_bits(ends[0][key], ends[1][key])] == []
+
+
+def test_state_that_no_kernel_takes_is_what_torchs_class_says(all_streamed: None) -> None:
+    for update_on in ("cpu", "split"):
+        model, optimizer, engine = small(700_000, update_on=update_on)
+        step(model, optimizer)
+        entry = optimizer.state[model[1].weight]
+        entry["exp_avg"] = entry["exp_avg"].double()
+        del entry
+
+        def steps(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            for seed in (1, 2):
+                step(model, optimizer, seed)
+
+        with pytest.raises(RuntimeError, match=r"dtype"):
+            steps()
+        engine.close()

@@ -742,14 +742,7 @@ class Updates:
             return False
         if kernel.uses_step and not isinstance(entry.get("step"), torch.Tensor):
             return False
-        tensors = [entry.get(kind) for kind in kernel.state_names]
-        return all(
-            type(tensor) is torch.Tensor
-            and tensor.dtype == torch.float32
-            and tensor.device.type == "cpu"
-            and tensor.shape == slot.shape
-            for tensor in tensors
-        )
+        return all(_is_kernels(entry.get(kind), slot) for kind in kernel.state_names)
 
     def _order_streamed_update(
         self,
@@ -870,7 +863,8 @@ class Updates:
                     source.wait()
                     for factor in source.factors:
                         factor.value()  # made on the device when backward ends: what follows is the update's own time
-                    (by_torch if source.kernel is None or source.grad is None else by_kernel).append(source)
+                    is_kernels = source.kernel is not None and source.grad is not None
+                    (by_kernel if is_kernels and source.has_kernels_state(raw) else by_torch).append(source)
                 start_s = time.perf_counter()
                 if trace is not None:
                     trace.add("update", f"waits for copies ({unit.name})", began_s, start_s)
@@ -888,6 +882,10 @@ class Updates:
                 running = [self._start_kernel(raw, source, among_numel, priority) for source in by_kernel]
                 for future in running:
                     future.result()
+                for source in by_kernel:
+                    for tensor, dense in source.dense_states:
+                        tensor.copy_(dense)
+                    source.dense_states.clear()
                 self._tell_updated(num_step, numel, start_s)
                 for source in sources:
                     unit.hold_state(source.slot, dict.get(raw.state, source.slot.param))
@@ -1019,7 +1017,7 @@ class Updates:
             if entry.get(name) is None:
                 entry[name] = slot.unit.new_state(slot, name)
                 is_first = True
-            states[name] = flat_numpy(entry[name])
+            states[name] = flat_numpy(source.dense_state(entry[name]))
         grad = cast(torch.Tensor, source.grad)  # those without one are torch's to run
         start = functools.partial(
             kernel.submit, master=slot.split if slot.split is not None else flat_numpy(slot.home),
@@ -1028,7 +1026,8 @@ class Updates:
             grad_format=number_format(grad.dtype), is_new_state=is_first,
             among_numel=among_numel, priority=priority,
         )  # fmt: skip
-        if self.defer_moments and not is_first and not slot.unit.is_paged and kernel.can_defer_moments(source.group):
+        may_defer = self.defer_moments and not is_first and not slot.unit.is_paged and not source.dense_states
+        if may_defer and kernel.can_defer_moments(source.group):
             pool = self._named_pool(f"moments ({slot.unit.name})")
             source.moments_later = functools.partial(start, pool, moments=MOMENTS_ONLY, priority=_MOMENTS_PRIORITY)
             pool = self._named_pool(f"weights ({slot.unit.name})")
@@ -1324,6 +1323,17 @@ def _new_state_tensor(slot: ParamSlot, name: str, dtype: torch.dtype) -> torch.T
     return made if made is not None else torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device="cpu")
 
 
+def _is_kernels(state: Any, slot: ParamSlot) -> bool:
+    """Whether a kernel takes an entry of the slot's state."""
+    return (
+        type(state) is torch.Tensor
+        and state.layout == torch.strided
+        and state.dtype == torch.float32
+        and state.device.type == "cpu"
+        and state.shape == slot.shape
+    )
+
+
 def _set_scalar_dtype(entry: Any, source: _Source, scalar_dtype: torch.dtype) -> None:
     """State entries that torch makes in the default dtype: in that of the time of ``step()``."""
     dtype = torch.float32 if source.group.get("fused") else scalar_dtype
@@ -1354,7 +1364,9 @@ def _host_autocast(dtype: torch.dtype | None) -> Iterator[None]:
 class _Source:
     """One parameter's part of an update: where its gradient is and what is still to be multiplied in."""
 
-    __slots__ = ("_ticket", "factors", "grad", "group", "kernel", "moments_later", "odd_grad", "record", "slot")
+    __slots__ = (
+        "_ticket", "dense_states", "factors", "grad", "group", "kernel", "moments_later", "odd_grad", "record", "slot",
+    )  # fmt: skip
 
     def __init__(self, gradients: Gradients, slot: ParamSlot, group: dict[str, Any], kernel: Any) -> None:
         self.slot = slot
@@ -1363,6 +1375,8 @@ class _Source:
         self.record = slot.unit.grads[slot.index]
         self.odd_grad: torch.Tensor | None = None
         self.moments_later: Callable[[], Future[None]] | None = None
+        # State with other strides than the parameter's, and what a kernel works on in its place.
+        self.dense_states: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.grad: torch.Tensor | None = None
         self.factors: list[Factor]
         fresh = raw_grad(slot.param)
@@ -1375,6 +1389,24 @@ class _Source:
     def wait(self) -> None:
         if self._ticket is not None:
             self._ticket.wait()
+
+    def has_kernels_state(self, raw: Optimizer) -> bool:
+        """Whether what there is of the kernel's state is of the kind that it takes; of another, torch's class says."""
+        entry = dict.get(raw.state, self.slot.param) or {}
+        states = [state for name in self.kernel.state_names if (state := entry.get(name)) is not None]
+        return all(_is_kernels(state, self.slot) for state in states)
+
+    def dense_state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """State with its elements in the order of the parameter's: kernels go through memory.
+
+        Loaded state may have other strides (a model in ``channels_last``), and user code may exchange it.
+        """
+        slot = self.slot
+        if tensor.stride() == slot.stride:
+            return tensor
+        dense = torch.empty_strided(slot.shape, slot.stride, dtype=tensor.dtype, device="cpu").copy_(tensor)
+        self.dense_states.append((tensor, dense))
+        return dense
 
     def true_grad(self) -> torch.Tensor:
         if self.grad is None:

@@ -783,7 +783,7 @@ class UnitState:
 
     def find_state(self, slot: ParamSlot, kind: str, tensor: torch.Tensor) -> Part | None:
         """The part whose DRAM tensor ``tensor`` is."""
-        if tensor.dtype != torch.float32 or tensor.shape != slot.shape:
+        if tensor.dtype != torch.float32 or tensor.shape != slot.shape or tensor.stride() != slot.stride:
             return None
         for part in self.state_parts.get((kind, slot.index), ()):
             # By address: a view would be an operation, and give the interpreter's lock to whoever waits for it.
