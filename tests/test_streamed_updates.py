@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -372,6 +373,17 @@ def test_the_kernels_threads_are_started_once(all_streamed: None, monkeypatch: p
     assert engine.report()["num_unit_updates"]["streamed"] > 0
     engine.close()
     assert made == [threading.current_thread()]
+
+
+@pytest.mark.parametrize(("seconds", "rate"), [(2.0, 50.0), (0.0, None), (-1.0, None), (None, None)])
+def test_a_rate_is_of_what_has_begun_and_ended(seconds: float | None, rate: float | None, all_streamed: None) -> None:
+    """Else the measured share would be negative, or more than all."""
+    _, _, engine = small(700_000)
+    streamed = engine.core.updates._streamed
+    streamed._pipe, streamed._numel = SimpleNamespace(seconds=lambda begin, end: seconds), 100
+    assert streamed.rate() == rate
+    streamed._pipe = None
+    engine.close()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.25, 1 / 3, 0.5, 0.9, 1.0])

@@ -153,7 +153,8 @@ class StreamedUpdates:
     def rate(self) -> float | None:
         """Elements a second of the last step, once it is over; None where there was none, or nobody counted."""
         seconds = self._pipe.seconds(self._begin, self._end) if self._pipe is not None and self._numel else None
-        return self._numel / seconds if seconds else None
+        # Two steps in a row: the later one begins before the lane has ordered any of it, and the end is the earlier's.
+        return self._numel / seconds if seconds is not None and seconds > 0 else None
 
     def can_update(self, unit: UnitState, kernels: Iterable[Any]) -> bool:
         """Whether the plan streams the unit's update, and there are kernels for it here."""
