@@ -14,6 +14,7 @@ from the thread that trains.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket, Pipe
 from lightning_tieroffload.engine.unit_state import Factor, UnitState, align_nbytes, flat_numpy, number_format
+from lightning_tieroffload.errors import TierOffloadError
 from lightning_tieroffload.kernels.split import SplitMaster, num_tie_bytes
 from lightning_tieroffload.planning.cost_model import UpdatePlace
 from lightning_tieroffload.sizes import round_up
@@ -165,7 +167,7 @@ class StreamedUpdates:
         return all(kernel is not None and kernel.family in families and kernel.state_names for kernel in kernels)
 
     def reserve(self) -> bool:
-        """Have the memory that slices pass through. False where the budget has no room for it just now."""
+        """Have the memory that batches pass through. False where the budget has no room for it just now."""
         if self._slots:
             return True
         space = self._space
@@ -199,7 +201,11 @@ class StreamedUpdates:
         return bool(slots)
 
     def forget(self) -> None:
-        """After an exception, when nothing is under way any more. The ledger counts anew."""
+        """After an exception, when nothing should be under way any more. The ledger counts anew."""
+        for ticket in self._tickets:
+            if not ticket.done():  # Ctrl-C cut off the wait for it: nobody frees memory that it still passes through
+                with contextlib.suppress(TierOffloadError):
+                    ticket.wait()
         self._tickets.clear()
         self._laid_out.clear()
         self._slots = []
