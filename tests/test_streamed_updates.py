@@ -295,6 +295,21 @@ def test_what_state_passes_through_makes_way_for_compute(all_streamed: None) -> 
     assert account.used_nbytes == 0
 
 
+def test_what_state_passes_through_is_given_back_once_none_does(
+    all_streamed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, engine = small(700_000)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    assert engine.core.updates.passing_nbytes > 0
+    monkeypatch.setattr(offload_engine, "_HOST_STREAMED_SHARE", 0.0)
+    step(model, optimizer, 3)  # the plan for the next step is made at its end
+    step(model, optimizer, 4)
+    assert engine.core.updates.passing_nbytes == 0
+    assert engine.report()["num_unit_updates"]["cpu"] == 8
+    engine.close()
+
+
 def test_a_budget_with_no_room_for_passing_state_leaves_updates_to_the_cpu(all_streamed: None) -> None:
     model, optimizer, engine = small(60_000)
     assert staging_nbytes(60_000) == 0
@@ -429,7 +444,7 @@ def test_a_pipe_orders_nothing_but_what_is_named() -> None:
     assert pipe.seconds(loaded, stored) is None
 
 
-@pytest.mark.parametrize("debug", [["poison"], SLOW], ids=str)
+@pytest.mark.parametrize("debug", [["poison"], SLOW], ids=["poison", "slow"])
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_model_that_is_dropped_with_updates_on_their_way(debug: list[str], amp: bool, all_streamed: None) -> None:
     """Homes stay mapped until the last copy has read and written them, and then they go."""

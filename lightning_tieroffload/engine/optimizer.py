@@ -709,6 +709,8 @@ class Updates:
             for source in sources:
                 if not source.entry:
                     dict.pop(raw.state, source.slot.param)  # the class keeps nothing for this parameter
+        if not any(self._streamed.is_chosen(unit) for unit in self._space.units):
+            self._streamed.release()
         for unit, priority in streamed:
             if self._streamed.reserve():
                 self._order_streamed_update(raw, cls, unit, by_unit[unit], groups, priority)

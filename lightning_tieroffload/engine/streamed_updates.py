@@ -158,10 +158,15 @@ class StreamedUpdates:
         # Two steps in a row: the later one begins before the lane has ordered any of it, and the end is the earlier's.
         return self._numel / seconds if seconds is not None and seconds > 0 else None
 
+    @staticmethod
+    def is_chosen(unit: UnitState) -> bool:
+        """Whether the plan streams the unit's update."""
+        choice = unit.choice
+        return choice.update_on is UpdatePlace.DEVICE and choice.state_home is Tier.DRAM and not unit.is_paged
+
     def can_update(self, unit: UnitState, kernels: Iterable[Any]) -> bool:
         """Whether the plan streams the unit's update, and there are kernels for it here."""
-        choice = unit.choice
-        if choice.update_on is not UpdatePlace.DEVICE or choice.state_home is not Tier.DRAM or unit.is_paged:
+        if not self.is_chosen(unit):
             return False
         families = ("adam", "adamw") if self._space.device.type == "cuda" else ("adam", "adamw", "sgd", "lion")
         return all(kernel is not None and kernel.family in families and kernel.state_names for kernel in kernels)
