@@ -229,9 +229,20 @@ def install() -> None:
             when_imported(name, _call(*target))
 
 
+def switched_off_by() -> str | None:
+    """The variable because of which `import torch` leaves our hooks alone; None where it installs them."""
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":  # as torch reads it
+        return "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    return AUTOLOAD_KEY if _is_ignored() else None
+
+
+def _is_ignored() -> bool:
+    return os.environ.get(AUTOLOAD_KEY, "").strip().lower() in ("0", "false", "off", "no")
+
+
 def install_from_torch() -> None:
     """`install`, unless `TIEROFFLOAD_AUTOLOAD=0`."""
-    if os.environ.get(AUTOLOAD_KEY, "").strip().lower() not in ("0", "false", "off", "no"):
+    if not _is_ignored():
         install()
     elif enabled() and required():
         warnings.warn(

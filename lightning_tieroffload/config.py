@@ -158,13 +158,17 @@ def _flag(key: str, value: object) -> bool:
     raise _refuse(key, value, "true or false")
 
 
-def _choice_reader(*choices: str, aliases: Mapping[str, str] | None = None) -> Callable[[str, object], str]:
+def _choice_reader(
+    *choices: str, aliases: Mapping[str, str] | None = None, meant: Mapping[str, str] | None = None
+) -> Callable[[str, object], str]:
+    """Aliases are taken; a word in ``meant`` is refused, and the message names what it stands for."""
+
     def read(key: str, value: object) -> str:
         word = str(value).strip().lower()
         word = (aliases or {}).get(word, word)
         if word in choices and not isinstance(value, bool):
             return word
-        nearest = difflib.get_close_matches(word, choices, n=1)
+        nearest = [meant[word]] if meant and word in meant else difflib.get_close_matches(word, choices, n=1)
         hint = f' Did you mean "{nearest[0]}"?' if nearest else ""
         raise _refuse(key, value, ", ".join(f'"{choice}"' for choice in choices), hint)
 
@@ -392,7 +396,7 @@ _READERS: dict[str, _Reader] = {
     "activations": _choice_reader("auto", "keep", "recompute", "offload"),
     "optimizer_kernel": _choice_reader("auto", "numba", "torch"),
     "master_weights": _choice_reader("as_given", "fp32"),
-    "update_on": _choice_reader("auto", "cpu", "device", "split"),
+    "update_on": _choice_reader("auto", "cpu", "device", "split", meant={"gpu": "device", "cuda": "device"}),
     "state_dtype": _choice_reader(
         "fp32",
         "bf16",

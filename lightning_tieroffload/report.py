@@ -55,6 +55,8 @@ _PLAN_COLUMNS = {
     "activations": "activations",
 }
 
+_UPDATE_PLACES = {"cpu": "on the CPU", "device": "on the device", "streamed": "passed through the device"}
+
 
 def format_seconds(seconds: float) -> str:
     """`"1.39 s"`, `"12.5 ms"`, `"840 µs"`: three significant digits, for people."""
@@ -133,6 +135,10 @@ def _summary_lines(report: Mapping[str, Any]) -> Iterable[str]:
         if bottleneck := _at(report, "forecast", "bottleneck"):
             line += f", bound by {bottleneck}"
         yield line
+    places = _at(report, "num_unit_updates")
+    if isinstance(places, Mapping) and any(places.values()):
+        counts = (f"{num} {_UPDATE_PLACES.get(place, place)}" for place, num in places.items() if num)
+        yield f"updates of units: {', '.join(counts)}"
     misses = _at(report, "num_prefetch_misses")
     if misses is not None:
         yield f"{misses} prefetch misses"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,6 +235,24 @@ def test_doctor_as_json(tmp_path: Path) -> None:
     assert findings["strategy name"]["details"]["registered"] is True
     assert not any("could not be examined" in finding["text"] for finding in findings.values())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("switch", ["TORCH_DEVICE_BACKEND_AUTOLOAD", "TIEROFFLOAD_AUTOLOAD"])
+def test_doctor_says_when_scripts_will_not_know_the_name(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has imported the package and knows the name: a script, which need not, would not."""
+    other = "TIEROFFLOAD_AUTOLOAD" if switch.startswith("TORCH") else "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    monkeypatch.delenv(other, raising=False)
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda group: [SimpleNamespace(name="lightning_tieroffload")]
+    )
+    monkeypatch.setenv(switch, "0")
+    (finding,) = doctor_module._check_strategy_name()
+    assert finding.level == "note"
+    assert "after `import lightning_tieroffload`" in finding.text
+    assert switch in finding.advice
+    monkeypatch.setenv(switch, "1")
+    (finding,) = doctor_module._check_strategy_name()
+    assert (finding.level, finding.advice) == ("ok", "")
 
 
 def test_doctor_survives_a_check_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

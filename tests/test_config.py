@@ -132,6 +132,7 @@ DOORS = [yaml_door, environment_door, mapping_door, constructor_door]
         ({"prefetch": -1}, r"Unknown setting 'prefetch'.*Did you mean \"prefetch_units\""),
         ({"Device_Budget": 1}, r"Unknown setting 'Device_Budget'.*Did you mean \"device_budget\""),
         ({"prefetch_units": -1}, r"prefetch_units=-1 is not allowed.*0 to 1024"),
+        ({"update_on": "gpu"}, r"update_on='gpu' is not allowed.*Did you mean \"device\""),
         ({"dram_budget": "8 GGB"}, r"dram_budget='8 GGB' is not a size"),
         ({"nvme": {"path": "/x"}}, r"Unknown setting 'nvme'.*nvme_paths"),
         ({"device_budget": {"gib": 22}}, r"device_budget must be a number of bytes.*\{'gib': 22\}"),

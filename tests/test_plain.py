@@ -217,3 +217,23 @@ def test_the_report_of_an_engine_that_is_closed_has_its_plan(tmp_path: Path) -> 
     report = json.loads((tmp_path / "trace" / "report.json").read_text())
     assert report["plan"]["units"]
     assert report["tiers"]["dram"]["home_nbytes"] > 0
+
+
+@pytest.mark.parametrize("update_on", ["cpu", "split"])
+def test_the_plan_that_is_printed_first_says_that_updates_are_not_settled(
+    update_on: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """State is not there before the first step, so each unit's update is still the CPU's."""
+    net = mlp(2)
+    _, adamw = lightning_tieroffload.offload(
+        net, torch.optim.AdamW(net.parameters()), device_budget="40KiB", update_on=update_on
+    )
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "Plan before the first step" in printed
+    assert ("settles where updates run" in printed) == (update_on == "split")
+    net(samples()[:4]).sum().backward()
+    adamw.step()
+    engine = engine_of(net)
+    assert engine is not None
+    assert engine.plan_table().title == "Plan"
+    close(net)

@@ -30,6 +30,7 @@ REPORT: dict[str, Any] = {
             *({"name": f"layers.{i}", "param_home": "dram", "state_home": "dram"} for i in range(4)),
         ]
     },
+    "num_unit_updates": {"cpu": 21, "device": 0, "streamed": 15},
     "written_nbytes_by_path": {"/data/nvme0": 3 * GiB},
 }
 
@@ -55,6 +56,7 @@ def test_whole_report() -> None:
     assert "12.5 ms" in row_of(text, "updates")
     assert "10 steps, median 1.25 s, last 1.2 s" in text
     assert "forecast 1.2 s a step (off by 4%), device peak 1 GiB, bound by h2d" in text
+    assert "updates of units: 21 on the CPU, 15 passed through the device" in text
     assert "3 prefetch misses" in text
     assert "3 GiB written to /data/nvme0" in text
 

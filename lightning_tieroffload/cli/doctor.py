@@ -279,20 +279,32 @@ def _check_kernels() -> Iterator[Finding]:
     )
 
 
+def _switched_off_by() -> str | None:
+    import _tieroffload_hooks  # absent where the package was never installed
+
+    return _tieroffload_hooks.switched_off_by()
+
+
 def _check_strategy_name() -> Iterator[Finding]:
     entry_points = importlib.metadata.entry_points(group="torch.backends")
     installed = any(entry.name == "lightning_tieroffload" for entry in entry_points)
     from lightning.pytorch.strategies import StrategyRegistry
 
     known = "tieroffload" in StrategyRegistry.available_strategies()
+    # This process has imported the package, which a script need not do: there torch's autoloading alone counts.
+    switch = _switched_off_by() if installed else None
+    advice = "" if installed else "pip install the package (it is only on the path now), or use tieroffload launch"
+    if switch:
+        advice = f"remove {switch} from the environment, import it in the script, or use tieroffload launch"
     yield Finding(
         "strategy name",
-        "ok" if installed and known else ("note" if known else "problem"),
-        'Trainer(strategy="tieroffload") works' + ("" if installed else " after `import lightning_tieroffload`")
+        "ok" if installed and known and not switch else ("note" if known else "problem"),
+        'Trainer(strategy="tieroffload") works'
+        + ("" if installed and not switch else " after `import lightning_tieroffload`")
         if known
         else 'Trainer(strategy="tieroffload") does not know the name',
-        "" if installed else "pip install the package (it is only on the path now), or use tieroffload launch",
-        details={"entry_point": installed, "registered": known},
+        advice,
+        details={"entry_point": installed, "registered": known, "switched_off_by": switch},
     )
 
 

@@ -227,12 +227,13 @@ class _Core:
             )
         return "numba" if update_on in ("device", "split") else kernel
 
-    def _updates_on_device(self) -> bool:
+    def updates_on_device(self) -> bool:
+        """Whether units' updates run on the device, as far as settings, kernels and room allow it."""
         return _wants_device_updates(self.config, self.device) and self.updates.kernel != "torch"
 
     def _plan_homes(self) -> None:
         """Between two steps: what stays on the device where there is room. Called under the residency lock."""
-        if not self._updates_on_device() or self.planner.plan is not None:
+        if not self.updates_on_device() or self.planner.plan is not None:
             return  # a plan says where each unit's update runs
         units = self.space.units
         share = self._streamed_share()
@@ -262,7 +263,7 @@ class _Core:
 
     def _device_units(self, budget_nbytes: int) -> set[UnitState]:
         """The units that ``_plan_homes`` would keep on the device within so many bytes."""
-        if not self._updates_on_device():
+        if not self.updates_on_device():
             return set()
         return choose_device_units(self._by_next_use(), budget_nbytes, self.space.prefetch_units)
 
@@ -286,7 +287,7 @@ class _Core:
         if Tier.NVME in now[:3]:
             return {now}
         found: set[Placement] = {(home, Tier.DRAM, Tier.DRAM, UpdatePlace.CPU) for home in (Tier.DEVICE, Tier.DRAM)}
-        if self._updates_on_device() and unit.grad_nbytes and not unit.is_paged:
+        if self.updates_on_device() and unit.grad_nbytes and not unit.is_paged:
             found.add((Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, UpdatePlace.DEVICE))
             if staging_nbytes(self.space.ledger[Tier.DEVICE].budget_nbytes):
                 found |= {(home, Tier.DRAM, Tier.DRAM, UpdatePlace.DEVICE) for home in (Tier.DEVICE, Tier.DRAM)}
@@ -1344,7 +1345,12 @@ class OffloadEngine:
         """The plan as a ``rich`` table."""
         from lightning_tieroffload.report import plan_table
 
-        return plan_table(self.plan())
+        title = "Plan"
+        if self.core.planner.plan is None and not self.updates.num_steps:
+            title = "Plan before the first step"
+            if self.core.updates_on_device():
+                title += ", which settles where updates run"  # once there is state
+        return plan_table(self.plan(), title=title)
 
 
 _CASTABLE_OWNERS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")  # the last is transformers' transposed Linear
