@@ -48,7 +48,7 @@ from lightning_tieroffload.engine.profile_maker import MeasuredSteps, ProfileMak
 from lightning_tieroffload.engine.profiler import Profiler, machine_name, measure_machine
 from lightning_tieroffload.engine.unit_state import UnitState
 from lightning_tieroffload.errors import ConfigError, UnsupportedError
-from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, Instance
+from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, Instance, UpdatePlace
 from lightning_tieroffload.planning.plan import Forecast, Plan, alive_peak_nbytes, held_peak_nbytes
 from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME, MachineProfile, Profile
 
@@ -308,9 +308,16 @@ class Planner:
         for unit in self._space.units:
             choice = self._choice_for(unit, lines[unit.name].choice)
             if unit.grad_nbytes and homes_of(choice) not in self._placements(unit):
+                possible = self._placements(unit)
+                way_out = "Plan again with those."
+                on_cpu = all(place is UpdatePlace.CPU for *_, place in possible)
+                if choice.update_on is UpdatePlace.DEVICE and on_cpu and self._config.update_on in ("auto", "cpu"):
+                    way_out = (
+                        'Set update_on="split", if the run that the plan is from had that, or plan again with those.'
+                    )
                 raise UnsupportedError(
-                    f"plan_file {path}: unit {unit.name} is to be {choice.code}, which this version cannot do. It can: "
-                    f"{', '.join(code_of(p) for p in self._placements(unit))}. Plan again with those."
+                    f"plan_file {path}: unit {unit.name} is to be {choice.code}, which this version cannot do with "
+                    f"these settings. It can: {', '.join(code_of(p) for p in possible)}. {way_out}"
                 )
             if choice.activation is ActivationChoice.OFFLOAD_NVME or (
                 self._config.activations != "auto"
