@@ -22,6 +22,7 @@ from lightning_tieroffload.engine import offload_engine, streamed_updates
 from lightning_tieroffload.engine.offload_engine import OffloadEngine
 from lightning_tieroffload.engine.streamed_updates import choose_streamed_units, staging_nbytes
 from lightning_tieroffload.engine.streams import LANDED, DelayedStreams
+from lightning_tieroffload.engine.unit_state import Factor, FactorScales
 
 KERNELS: dict[str, Any] = {"optimizer_kernel": "numba", "profile_steps": 0}
 
@@ -527,3 +528,16 @@ def test_state_that_no_kernel_takes_is_what_torchs_class_says(all_streamed: None
         with pytest.raises(RuntimeError, match=r"dtype"):
             steps()
         engine.close()
+
+
+def test_factors_as_one_tensor_are_made_once_for_all_that_share_them() -> None:
+    scales = FactorScales(torch.device("cpu"))
+    first, second = (Factor(value, value, LANDED) for value in (torch.tensor(0.5), torch.tensor(2.0).double()))
+    made = scales.of([first, second])
+    assert isinstance(made, torch.Tensor)
+    assert made.dtype == torch.float32
+    assert made.tolist() == [0.5, 2.0]
+    assert scales.of([first, second]) is made
+    assert list(scales.of([])) == []
+    assert [float(each) for each in scales.of([second])] == [2.0]
+    assert scales.of([first, second]) is not made

@@ -23,9 +23,10 @@ import torch
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
-from lightning_tieroffload.engine.streamed_updates import choose_streamed_units, staging_nbytes
+from lightning_tieroffload.engine.streamed_updates import choose_streamed_units, runs_on, staging_nbytes
 from lightning_tieroffload.engine.unit_state import (
     Factor,
+    FactorScales,
     Part,
     UnitState,
     WireState,
@@ -63,7 +64,7 @@ class DeviceUpdates:
     def __init__(self, space: DeviceSpace, get_pool: Callable[[], Any]) -> None:
         self._space = space
         self._get_pool = get_pool
-        self._scales: dict[tuple[int, ...], tuple[list[Factor], torch.Tensor]] = {}
+        self._scales = FactorScales(space.device)
 
     def can_update(self, unit: UnitState, kernels: Iterable[Any]) -> bool:
         """Whether the plan has the unit updated here, where its state is at home, and it can be just now."""
@@ -72,8 +73,7 @@ class DeviceUpdates:
             return False
         if unit.wire is not None and (unit.low is None or unit.wire_state is not WireState.READY):
             return False
-        families = ("adam", "adamw") if self._space.device.type == "cuda" else ("adam", "adamw", "sgd", "lion")
-        return all(kernel is not None and kernel.family in families for kernel in kernels)
+        return all(runs_on(self._space.device, kernel) for kernel in kernels)
 
     def order(self, unit: UnitState, sources: Sequence[DeviceSource]) -> bool:
         """Enqueue the unit's update on the compute stream. False, with nothing changed, where that cannot be."""
@@ -158,21 +158,8 @@ class DeviceUpdates:
             flat_view(source.grad), states["exp_avg"], states["exp_avg_sq"],
             kernel.scalars(source.group, step, is_new),
             split=unit.split_tensors(wire.slots.index(slot)) if wire is not None else None,
-            grad_scales=self._scales_of(source.factors),
+            grad_scales=self._scales.of(source.factors),
         )  # fmt: skip
-
-    def _scales_of(self, factors: Sequence[Factor]) -> torch.Tensor | Sequence[float]:
-        """The factors as one tensor on the device: the same ones serve every parameter of a step."""
-        if not factors:
-            return ()
-        key = tuple(id(factor) for factor in factors)
-        found = self._scales.get(key)
-        if found is None:
-            self._scales.clear()
-            device = self._space.device
-            values = [factor.tensor.to(device=device, dtype=torch.float32) for factor in factors]
-            found = self._scales[key] = (list(factors), torch.stack(values))
-        return found[1]
 
 
 def own_state(space: DeviceSpace, unit: UnitState, slot: ParamSlot, kind: str, entry: dict[str, Any]) -> Part:

@@ -689,14 +689,15 @@ class Updates:
     ) -> None:
         # What the CPU does begins first: it takes longest, and enqueuing on the device takes this thread's time.
         on_device: list[tuple[UnitState, list[DeviceSource], int]] = []
-        streamed: list[tuple[UnitState, int]] = []
+        streamed: list[tuple[UnitState, list[Any], int]] = []
         for priority, unit in enumerate(self._by_next_use(by_unit)):
             self._space.keep_old(unit, [slot for slot, _ in by_unit[unit]])
-            sources = self._device_sources(raw, cls, unit, by_unit[unit], groups)
+            kernels = [self._kernel_for(cls, groups[index], slot.dtype) for slot, index in by_unit[unit]]
+            sources = self._device_sources(raw, unit, by_unit[unit], groups, kernels)
             if sources:
                 on_device.append((unit, sources, priority))
-            elif self._may_stream(raw, cls, unit, by_unit[unit], groups):
-                streamed.append((unit, priority))
+            elif self._may_stream(raw, unit, [slot for slot, _ in by_unit[unit]], kernels):
+                streamed.append((unit, kernels, priority))
             else:
                 self._order_cpu_update(raw, cls, unit, by_unit[unit], groups, priority)
         while on_device:
@@ -711,26 +712,17 @@ class Updates:
                     dict.pop(raw.state, source.slot.param)  # the class keeps nothing for this parameter
         if not any(self._streamed.is_chosen(unit) for unit in self._space.units):
             self._streamed.release()
-        for unit, priority in streamed:
+        for unit, kernels, priority in streamed:
             if self._streamed.reserve():
-                self._order_streamed_update(raw, cls, unit, by_unit[unit], groups, priority)
+                self._order_streamed_update(raw, unit, by_unit[unit], groups, kernels, priority)
             else:
                 self._order_cpu_update(raw, cls, unit, by_unit[unit], groups, priority)
 
-    def _may_stream(
-        self,
-        raw: Optimizer,
-        cls: type[Optimizer],
-        unit: UnitState,
-        items: list[tuple[ParamSlot, int]],
-        groups: list[dict[str, Any]],
-    ) -> bool:
+    def _may_stream(self, raw: Optimizer, unit: UnitState, slots: list[ParamSlot], kernels: list[Any]) -> bool:
         """Whether the plan streams the unit's update, and all that it needs is in DRAM or on its way there."""
-        kernels = [self._kernel_for(cls, groups[index], slot.dtype) for slot, index in items]
         if not self._streamed.can_update(unit, kernels):
             return False
         self._space.wait_update(unit)  # it may be making state
-        slots = [slot for slot, _ in items]
         has_all = all(self._has_all_in_dram(raw, slot, kernel) for slot, kernel in zip(slots, kernels, strict=True))
         return has_all and not is_state_held(unit, slots, raw.state)
 
@@ -749,17 +741,17 @@ class Updates:
     def _order_streamed_update(
         self,
         raw: Optimizer,
-        cls: type[Optimizer],
         unit: UnitState,
         items: list[tuple[ParamSlot, int]],
         groups: list[dict[str, Any]],
+        kernels: list[Any],
         priority: int,
     ) -> None:
         """See [Note: streamed updates]."""
         sources: list[StreamedSource] = []
-        for slot, index in sorted(items, key=lambda item: item[0].index):  # as they lie in DRAM
+        in_dram = sorted(zip(items, kernels, strict=True), key=lambda each: each[0][0].index)  # as they lie there
+        for (slot, index), kernel in in_dram:
             entry, group = dict.__getitem__(raw.state, slot.param), groups[index]
-            kernel = self._kernel_for(cls, group, slot.dtype)
             for kind in kernel.state_names:
                 own_state(self._space, unit, slot, kind, entry).pin_home()
             ready, grad, factors = self._gradients.update_source(slot)
@@ -798,13 +790,12 @@ class Updates:
     def _device_sources(
         self,
         raw: Optimizer,
-        cls: type[Optimizer],
         unit: UnitState,
         items: list[tuple[ParamSlot, int]],
         groups: list[dict[str, Any]],
+        kernels: list[Any],
     ) -> list[DeviceSource]:
         """What an update of the unit on the device starts from; nothing where the CPU does it."""
-        kernels = [self._kernel_for(cls, groups[index], slot.dtype) for slot, index in items]
         if not self._on_device.can_update(unit, kernels):
             return []
         sources: list[DeviceSource] = []

@@ -27,13 +27,20 @@ from lightning_tieroffload.concepts import Ticket, Tier
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.params import ParamSlot
 from lightning_tieroffload.engine.streams import LANDED, CopyTicket, Pipe
-from lightning_tieroffload.engine.unit_state import Factor, UnitState, align_nbytes, flat_numpy, number_format
+from lightning_tieroffload.engine.unit_state import (
+    Factor,
+    FactorScales,
+    UnitState,
+    align_nbytes,
+    flat_numpy,
+    number_format,
+)
 from lightning_tieroffload.errors import TierOffloadError
 from lightning_tieroffload.kernels.split import SplitMaster, num_tie_bytes
 from lightning_tieroffload.planning.cost_model import UpdatePlace
 from lightning_tieroffload.sizes import round_up
 
-__all__ = ["StreamedSource", "StreamedTicket", "StreamedUpdates", "choose_streamed_units", "staging_nbytes"]
+__all__ = ["StreamedSource", "StreamedTicket", "StreamedUpdates", "choose_streamed_units", "runs_on", "staging_nbytes"]
 
 # Batches under way. Copies of one direction run in the order in which they were enqueued, whatever their streams, so
 # weights for compute wait for as many.
@@ -137,9 +144,8 @@ class StreamedUpdates:
         self.charged_nbytes = 0  # of the device budget
         self._next = 0
         self._laid_out: weakref.WeakKeyDictionary[UnitState, tuple[Any, list[_Batch]]] = weakref.WeakKeyDictionary()
-        # Of this step, by what they are made from.
-        self._scales: dict[tuple[int, ...], tuple[list[Factor], torch.Tensor]] = {}
-        self._scalars: dict[tuple[int, int, int], Any] = {}
+        self._scales = FactorScales(space.device)
+        self._scalars: dict[tuple[int, int, int], Any] = {}  # of this step, by what they are made from
         self._tickets: list[StreamedTicket] = []
         # Of the last step: elements, and from when until when.
         self._numel = 0
@@ -149,7 +155,6 @@ class StreamedUpdates:
     def begin_step(self) -> None:
         """What is ordered from here on belongs to another step."""
         self._numel = 0
-        self._scales.clear()
         self._scalars.clear()
 
     def rate(self) -> float | None:
@@ -168,8 +173,7 @@ class StreamedUpdates:
         """Whether the plan streams the unit's update, and there are kernels for it here."""
         if not self.is_chosen(unit):
             return False
-        families = ("adam", "adamw") if self._space.device.type == "cuda" else ("adam", "adamw", "sgd", "lion")
-        return all(kernel is not None and kernel.family in families and kernel.state_names for kernel in kernels)
+        return all(runs_on(self._space.device, kernel) and kernel.state_names for kernel in kernels)
 
     def reserve(self) -> bool:
         """Have the memory that batches pass through. False where the budget has no room for it just now."""
@@ -229,10 +233,11 @@ class StreamedUpdates:
         ``copies`` are those under way that read or write the homes. ``announce`` gets the ticket before anything runs.
         """
         assert self._pipe is not None
-        if self._space.device.type != "cuda":
+        on_host = self._space.device.type != "cuda"
+        if on_host:
             self._get_pool()  # made in this thread: the lane's would race with it
         steps = [int(source.entry["step"].item()) + 1 if source.kernel.uses_step else 1 for source in sources]
-        scales = [self._scales_of(source.factors) for source in sources]
+        scales = [() if on_host else self._scales.of(source.factors) for source in sources]
         scalars = [self._scalars_of(source, step) for source, step in zip(sources, steps, strict=True)]
         batches = self._batches_of(unit, sources)
         compute = self._pipe.compute_so_far()
@@ -265,18 +270,6 @@ class StreamedUpdates:
             torch._C._set_grad_enabled(False)
             for batch in job.batches:
                 self._order_batch(job, ticket, batch)
-
-    def _scales_of(self, factors: Sequence[Factor]) -> Any:
-        """The factors as the kernel takes them: the same ones serve every parameter of a step."""
-        if self._space.device.type != "cuda" or not factors:
-            return ()
-        key = tuple(id(factor) for factor in factors)
-        found = self._scales.get(key)
-        if found is None:
-            device = self._space.device
-            made = torch.stack([f.tensor.to(device=device, dtype=torch.float32) for f in factors])
-            found = self._scales[key] = (list(factors), made)
-        return found[1]
 
     def _scalars_of(self, source: StreamedSource, step: int) -> Any:
         if self._space.device.type != "cuda":
@@ -480,6 +473,12 @@ def _pieces(unit: UnitState, source: StreamedSource, index: int, slot_nbytes: in
             )
             views[name] = key, base + first, base + last, dtype
         yield _Piece(index, views)
+
+
+def runs_on(device: torch.device, kernel: Any) -> bool:
+    """Whether the kernel has a form for updates on the device; None, for a class without one, has not."""
+    families = ("adam", "adamw") if device.type == "cuda" else ("adam", "adamw", "sgd", "lion")
+    return kernel is not None and kernel.family in families
 
 
 def staging_nbytes(budget_nbytes: int) -> int:

@@ -45,6 +45,7 @@ __all__ = [
     "CAUTIOUS",
     "BlockKeeper",
     "Factor",
+    "FactorScales",
     "Form",
     "GradPlace",
     "GradRecord",
@@ -152,6 +153,23 @@ class Factor:
     def on_host(self) -> torch.Tensor:
         self._landed.wait()
         return self._host
+
+
+class FactorScales:
+    """Factors as one tensor on the device, as update kernels take it: the same one serves every parameter of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._found: tuple[list[Factor], torch.Tensor] | None = None  # of those that were asked for last
+
+    def of(self, factors: Sequence[Factor]) -> torch.Tensor | Sequence[float]:
+        """fp32, one element each; made by what compute enqueues now where it is not there yet. Empty for no factors."""
+        if not factors:
+            return ()
+        if self._found is None or [id(f) for f in self._found[0]] != [id(f) for f in factors]:
+            values = [factor.tensor.to(device=self._device, dtype=torch.float32) for factor in factors]
+            self._found = (list(factors), torch.stack(values))
+        return self._found[1]
 
 
 class GradRecord:
@@ -637,6 +655,12 @@ class Part:
             self.unit.write_home(slot, landing.as_strided(slot.shape, slot.stride, self.offsets[index]))
 
 
+def _split_layout(wire: Part, low: Part, index: int) -> tuple[int, int, int, int]:
+    """Of castable slot ``index``: elements, where its high halves begin (in elements), its low halves, its tie bits."""
+    numel, low_at = wire.slots[index].numel, low.offsets[index]
+    return numel, wire.offsets[index], low_at, low_at + round_up(2 * numel, _GRAIN_NBYTES)
+
+
 class UnitState:
     """One unit under an engine. Every field is read and written under the residency lock.
 
@@ -1003,8 +1027,7 @@ class UnitState:
 
     @staticmethod
     def _split_views(wire: Part, low: Part, index: int, wire_flat: torch.Tensor, low_flat: torch.Tensor) -> SplitMaster:
-        numel, high_at, low_at = wire.slots[index].numel, wire.offsets[index], low.offsets[index]
-        ties_at = low_at + round_up(2 * numel, _GRAIN_NBYTES)
+        numel, high_at, low_at, ties_at = _split_layout(wire, low, index)
         return SplitMaster(
             flat_numpy(wire_flat)[high_at : high_at + numel],
             low_flat.numpy()[low_at : low_at + 2 * numel].view("uint16"),
@@ -1016,8 +1039,7 @@ class UnitState:
         wire, low = self.wire, self.low
         assert wire is not None
         assert low is not None
-        numel, high_at, low_at = wire.slots[index].numel, wire.offsets[index], low.offsets[index]
-        ties_at = low_at + round_up(2 * numel, _GRAIN_NBYTES)
+        numel, high_at, low_at, ties_at = _split_layout(wire, low, index)
         return (
             wire.flat[high_at : high_at + numel].view(torch.int16),
             low.flat[low_at : low_at + 2 * numel].view(torch.int16),
@@ -1029,9 +1051,8 @@ class UnitState:
         wire, low = self.wire, self.low
         assert wire is not None
         assert low is not None
-        index = wire.slots.index(slot)
-        low_at = low.offsets[index]
-        return wire.offsets[index] * wire.dtype.itemsize, low_at, low_at + round_up(2 * slot.numel, _GRAIN_NBYTES)
+        _, high_at, low_at, ties_at = _split_layout(wire, low, wire.slots.index(slot))
+        return high_at * wire.dtype.itemsize, low_at, ties_at
 
     # ------------------------------------------------------------------------------------------------- gradients
     def host_grad(self, slot: ParamSlot, dtype: torch.dtype | None = None) -> torch.Tensor:
