@@ -2,12 +2,14 @@
 
 Owns nothing but the windows that are open. A forward is what its module's hooks enclose, the unit's parameters being
 there already. A unit's backward begins when the gradient of its output is there, and ends where the next one's begins,
-or with backward itself; what is recomputed for it lies inside.
+or with backward itself; what is recomputed for it lies inside. Beside a device the host only enqueues: that has a track
+of its own, since a host that is late is what a device waits for without a copy to blame.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,12 +34,15 @@ class ComputeTrace:
         """A unit's forward begins. Hand what this returns to ``end``."""
         if not in_backward:
             self._backwards.pop(threading.get_ident(), None)  # of a backward that an exception ended
-        return self._recorder.mark()
+        return self._recorder.mark(), time.perf_counter()
 
     def end(self, unit: str, begin: Any, result: Any, *, in_backward: bool) -> None:
         """It ends; ``result`` is what it returned, None after an exception."""
         kind = "recompute" if in_backward else "forward"
-        self._recorder.add("compute", f"{kind} ({unit})", begin, self._recorder.mark())
+        mark, begin_s = begin
+        self._recorder.add("compute", f"{kind} ({unit})", mark, self._recorder.mark())
+        if self._is_one_stream:
+            self._recorder.add("host", f"enqueues {kind} ({unit})", begin_s, time.perf_counter())
         if in_backward:
             return
         for tensor in tensors_in(result):

@@ -618,6 +618,7 @@ class Updates:
             torch._C._set_grad_enabled(False)
             self._space.host.begin_step()
             self._note_rates()
+            self._space.streams.let_go()  # else who has moved state would count as one who holds it
             self._order_updates(raw, cls)
             self._wire.consider()
             self._plan_homes()

@@ -98,6 +98,10 @@ class Streams(Protocol):
         """Uploads that are ordered from here on run behind it; the host does not wait where the device can."""
         ...
 
+    def let_go(self) -> None:
+        """Refer no longer to what copies that are over have moved."""
+        ...
+
     def settle(self) -> None:
         """Wait for every copy: after Ctrl-C some may have been ordered whose tickets nobody has."""
         ...
@@ -251,6 +255,9 @@ class HostStreams:
     def upload_behind(self, ticket: CopyTicket) -> None:
         ticket.wait()
 
+    def let_go(self) -> None:
+        return None
+
     def settle(self) -> None:
         return None
 
@@ -355,6 +362,9 @@ class DelayedStreams:
     def upload_behind(self, ticket: CopyTicket) -> None:
         ticket.wait()
 
+    def let_go(self) -> None:
+        return None
+
     def settle(self) -> None:
         with self._lock:
             for ticket in list(self._pending):
@@ -425,6 +435,7 @@ class _CudaTicket:
         self._device = device
         # The pairs stay referenced until the event: the caching allocator must not hand their memory out before.
         self._held: Any = held
+        self.can_begin: Callable[[], bool] = lambda: True  # whether all that it runs behind is over
         self._nbytes = nbytes
         self._on_stall = on_stall
         self._kind = kind
@@ -478,8 +489,46 @@ class _CudaTicket:
             self._trace.add("stalls on the device", self._label, begin, self._trace.mark(stream))
 
 
+class _OnTheirWay:
+    """Tickets of one stream, oldest first: they are over in this order, so one that is not answers for all behind it.
+
+    To ask an event costs the interpreter's lock twice, for which the thread that trains waits. Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._tickets: collections.deque[_CudaTicket] = collections.deque()
+        self._lock = threading.RLock()
+
+    def add(self, ticket: _CudaTicket) -> None:
+        self._tickets.append(ticket)
+
+    def let_go(self) -> None:
+        """Forget what is over. What dies with it may run anything, this too."""
+        with self._lock:
+            while self._tickets:
+                oldest = self._tickets[0]
+                if not oldest.done():
+                    return
+                if self._tickets and self._tickets[0] is oldest:
+                    self._tickets.popleft()
+
+    def latest_first(self) -> list[_CudaTicket]:
+        return list(self._tickets)[::-1]
+
+    def wait(self) -> None:
+        for ticket in list(self._tickets):
+            ticket.wait()
+        self.let_go()
+
+
 class CudaStreams:
-    """A copy stream for each direction, and one for sums. Compute streams belong to the user."""
+    """A copy stream for each direction, and one for sums. Compute streams belong to the user.
+
+    [Note: whose turn it is] A copy engine goes on with the stream that it serves as long as that one has a copy ready:
+    weights for compute, on a stream of their own, have waited for 77 ms behind ten copies of state that were ordered
+    after them. So who keeps a direction busy on a stream of his own (``Pipe``) orders each load behind the copies for
+    compute that could run by then.
+    """
 
     def __init__(self, device: torch.device, on_stall: OnStall, trace: TraceRecorder | None = None) -> None:
         self._device = device
@@ -490,17 +539,25 @@ class CudaStreams:
             self._download_stream = torch.cuda.Stream(device)
             # Sums come up on a stream of their own: compute waits for weights, and must not wait for these.
             self._sums_stream = torch.cuda.Stream(device)
-        self._in_flight: list[_CudaTicket] = []
-        self._pipes: list[Pipe] = []
-        self._lock = threading.Lock()
+        self._uploads, self._downloads, self._sums = _OnTheirWay(), _OnTheirWay(), _OnTheirWay()
+        self._on_their_way = [self._uploads, self._downloads, self._sums]
+        self._behind: CopyTicket = LANDED  # what uploads run behind, beside compute
+        self._pipes: list[_CudaPipe] = []
         self.rates = LinkRates()
 
     def _enqueue(
-        self, stream: torch.cuda.Stream, pairs: Pairs, label: str, kind: str, lane: str | None = None
-    ) -> CopyTicket:
+        self,
+        stream: torch.cuda.Stream,
+        tickets: _OnTheirWay,
+        pairs: Pairs,
+        label: str,
+        kind: str,
+        lane: str | None = None,
+    ) -> _CudaTicket:
         trace = self._trace
         with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
-            stream.wait_stream(torch.cuda.current_stream())
+            compute_so_far = torch.cuda.current_stream().record_event()
+            stream.wait_event(compute_so_far)
             nbytes = _nbytes(pairs)
             start = torch.cuda.Event(enable_timing=True) if self.rates.wants(kind, nbytes) else None
             if start is not None:
@@ -517,13 +574,15 @@ class CudaStreams:
             if trace is not None:
                 trace.add(lane or kind, label, begin, trace.mark(stream), nbytes)
         ticket = _CudaTicket(event, self._device, list(pairs), self._on_stall, kind, label, trace, nbytes)
-        return self.remember(ticket)
+        behind = self._behind
+        ticket.can_begin = lambda: compute_so_far.query() and behind.done()
+        return self.remember(ticket, tickets)
 
     def upload(self, pairs: Pairs, label: str) -> CopyTicket:
-        return self._enqueue(self._upload_stream, pairs, label, "h2d")
+        return self._enqueue(self._upload_stream, self._uploads, pairs, label, "h2d")
 
     def download(self, pairs: Pairs, label: str) -> CopyTicket:
-        return self._enqueue(self._download_stream, pairs, label, "d2h")
+        return self._enqueue(self._download_stream, self._downloads, pairs, label, "d2h")
 
     def add_down(
         self, target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor, norm_types: Iterable[float], label: str
@@ -534,7 +593,7 @@ class CudaStreams:
             torch._C._set_grad_enabled(False)
             arrived = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype, device=self._device)
             norms = {kind: torch.empty((), dtype=grad.dtype, device=self._device) for kind in norm_types}
-        self._enqueue(self._sums_stream, [(arrived, before)], label, "h2d", "h2d of sums")
+        self._enqueue(self._sums_stream, self._sums, [(arrived, before)], label, "h2d", "h2d of sums")
         trace = self._trace
         with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
             down = self._download_stream
@@ -553,21 +612,34 @@ class CudaStreams:
                 trace.add("d2h", label, begin, trace.mark(down), target.nbytes)
         held = [(target, grad), (arrived, before), *((norm, norm) for norm in norms.values())]
         ticket = _CudaTicket(event, self._device, held, self._on_stall, "d2h", label, trace, target.nbytes)
-        return self.remember(ticket), norms
+        return self.remember(ticket, self._downloads), norms
 
     def make_pipe(self) -> Pipe:
         pipe = _CudaPipe(self, self._device, self._on_stall, self._trace)
         self._pipes.append(pipe)
+        self._on_their_way += [pipe.loads, pipe.works, pipe.stores]
         return pipe
 
     def upload_behind(self, ticket: CopyTicket) -> None:
         _order_behind(self._upload_stream, [ticket])
+        self._behind = ticket
 
-    def remember(self, ticket: _CudaTicket) -> _CudaTicket:
-        with self._lock:
-            self._in_flight = [t for t in self._in_flight if not t.done()]
-            self._in_flight.append(ticket)
+    def let_uploads_pass(self, stream: torch.cuda.Stream) -> None:
+        """What is enqueued on ``stream`` from here on runs behind uploads that could. See [Note: whose turn it is]."""
+        for ticket in self._uploads.latest_first():
+            if ticket.can_begin():
+                ticket.before_stream(stream)
+                return
+
+    def remember(self, ticket: _CudaTicket, tickets: _OnTheirWay) -> _CudaTicket:
+        for each in self._on_their_way:
+            each.let_go()
+        tickets.add(ticket)
         return ticket
+
+    def let_go(self) -> None:
+        for tickets in self._on_their_way:
+            tickets.let_go()
 
     def settle(self) -> None:
         for stream in (self._upload_stream, self._sums_stream, self._download_stream):
@@ -576,10 +648,8 @@ class CudaStreams:
             pipe.settle()
 
     def close(self) -> None:
-        with self._lock:
-            for ticket in self._in_flight:
-                ticket.wait()
-            self._in_flight.clear()
+        for tickets in self._on_their_way:
+            tickets.wait()
 
 
 def _order_behind(stream: torch.cuda.Stream, after: Sequence[CopyTicket]) -> None:
@@ -606,6 +676,7 @@ class _CudaPipe:
             self._load_stream = torch.cuda.Stream(device)
             self._work_stream = torch.cuda.Stream(device)
             self._store_stream = torch.cuda.Stream(device)
+        self.loads, self.works, self.stores = _OnTheirWay(), _OnTheirWay(), _OnTheirWay()
 
     def seconds(self, begin: CopyTicket, end: CopyTicket) -> float | None:
         first, last = (getattr(ticket, "event", None) for ticket in (begin, end))
@@ -613,19 +684,18 @@ class _CudaPipe:
             return None
         return float(first.elapsed_time(last)) / 1e3
 
-    def _ticket(self, stream: torch.cuda.Stream, held: Any, kind: str, label: str, nbytes: int = 0) -> CopyTicket:
+    def _ticket(self, stream: torch.cuda.Stream, held: Any, kind: str, label: str, nbytes: int = 0) -> _CudaTicket:
         # Who waits for it gives its core to the kernels meanwhile.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(stream)
-        ticket = _CudaTicket(event, self._device, held, self._on_stall, kind, label, self._trace, nbytes)
-        return self._streams.remember(ticket)
+        return _CudaTicket(event, self._device, held, self._on_stall, kind, label, self._trace, nbytes)
 
     def compute_so_far(self) -> CopyTicket:
         return self._ticket(torch.cuda.current_stream(self._device), (), "compute", "compute")
 
     def _copies(
         self, stream: torch.cuda.Stream, pairs: Pairs, kind: str, label: str, after: Sequence[CopyTicket], held: Any
-    ) -> CopyTicket:
+    ) -> _CudaTicket:
         trace = self._trace
         with torch.cuda.device(self._device), torch.profiler.record_function(f"TierOffload::{label}"):
             _order_behind(stream, after)
@@ -638,7 +708,8 @@ class _CudaPipe:
             return self._ticket(stream, (pairs, held), kind, label, _nbytes(pairs))
 
     def load(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
-        return self._copies(self._load_stream, pairs, "h2d", label, after, None)
+        self._streams.let_uploads_pass(self._load_stream)
+        return self._streams.remember(self._copies(self._load_stream, pairs, "h2d", label, after, None), self.loads)
 
     def work(self, call: Callable[[], None], label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
         stream, trace = self._work_stream, self._trace
@@ -649,10 +720,10 @@ class _CudaPipe:
                 call()
             if trace is not None:
                 trace.add("streamed", label, begin, trace.mark(stream))
-            return self._ticket(stream, held, "update", label)
+            return self._streams.remember(self._ticket(stream, held, "update", label), self.works)
 
     def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
-        return self._copies(self._store_stream, pairs, "d2h", label, after, held)
+        return self._streams.remember(self._copies(self._store_stream, pairs, "d2h", label, after, held), self.stores)
 
     def settle(self) -> None:
         for stream in (self._load_stream, self._work_stream, self._store_stream):
