@@ -7,7 +7,7 @@ share of the units that do not live on the device sends what an update needs thr
 moments and gradients up, the kernel, weights and moments down, each on a stream of its own. Compute waits for none of
 it, and nothing of it stays: to everybody else such an update is one of the CPU's, which writes the homes and has a
 ticket. A batch's memory is used again behind the copies down, in the device's own order. A lane's thread orders them, a
-few ahead: the thread that trains has better to do, and CUDA's queues are first come, first served. What lies
+few ahead: the thread that trains has better to do, and whoever enqueues into a full queue of CUDA's waits. What lies
 side by side in DRAM travels in one copy, and batches are laid out once: every call here takes the interpreter's lock
 from the thread that trains.
 """
@@ -42,8 +42,8 @@ from lightning_tieroffload.sizes import round_up
 
 __all__ = ["StreamedSource", "StreamedTicket", "StreamedUpdates", "choose_streamed_units", "runs_on", "staging_nbytes"]
 
-# Batches under way. Copies of one direction run in the order in which they were enqueued, whatever their streams, so
-# weights for compute wait for as many.
+# Batches under way. An engine that copies stays with a stream as long as that has work ready, so weights for compute
+# may wait for as many; see [Note: whose turn it is].
 _NUM_SLOTS = 2
 _MOST_SLOT_NBYTES = 384 << 20
 _BUDGET_SHARE = 32  # a slot takes at most this part of the device budget
