@@ -15,11 +15,14 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
+import lightning_tieroffload
+from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine import offload_engine
 from lightning_tieroffload.engine import optimizer as engine_optimizer
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
 from lightning_tieroffload.engine.optimizer import Updates
+from lightning_tieroffload.engine.unit_state import Part
 from lightning_tieroffload.errors import UnsupportedError
 from lightning_tieroffload.kernels.pool import KernelPool
 from lightning_tieroffload.planning.cost_model import UpdatePlace
@@ -676,3 +679,64 @@ def test_units_that_are_kept_have_room_for_their_sums(autocast: bool, monkeypatc
             assert engine.report()["tiers"]["device"]["peak_nbytes"] <= budget
             engine.close()
     assert len(num_kept) == 5
+
+
+def test_what_is_on_its_way_down_makes_room_before_what_stays_here_leaves() -> None:
+    """Gradients that leave a GPU are gone in milliseconds; weights and state at home there would come up again."""
+    seed_all(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model, optimizer = lightning_tieroffload.offload(
+        model, torch.optim.AdamW(model.parameters()), device_budget="4MiB", optimizer_kernel="numba", update_on="device"
+    )
+    for _ in range(2):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_of(model)
+    engine.flush()
+    space, account = engine.space, engine.space.ledger[Tier.DEVICE]
+    stays = [part for unit in space.units for part in unit.all_parts if part.is_pinned and part.is_resident]
+    assert len(stays) >= 12  # weights and two moments of every layer
+    leaving = [account.headroom_nbytes // 4] * 4
+    before = space.on_pressure
+
+    def land(must: bool) -> bool:
+        if not leaving:
+            return before(must)
+        space.ledger.release(Tier.DEVICE, leaving.pop())
+        return True
+
+    for nbytes in leaving:
+        space.ledger.charge(Tier.DEVICE, nbytes)
+    space.on_pressure = land
+    with space.lock:
+        assert space.make_room(2 * leaving[0], keep=None, what="a gradient")
+    assert all(part.is_resident for part in stays)
+    assert len(leaving) == 2  # and no more was waited for than it took
+    with space.lock:
+        assert space.make_room(account.budget_nbytes, keep=None, what="everything")
+    assert not leaving
+    assert not any(part.is_resident for part in stays)
+    engine.close()
+
+
+def test_state_that_comes_up_again_is_page_locked_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from pageable memory takes eight times as long, and the host waits for it. What comes once is not."""
+    locked: list[str] = []
+    monkeypatch.setattr(Part, "pin_home", lambda part: locked.append(part.name))
+    seed_all(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model, optimizer = lightning_tieroffload.offload(
+        model, torch.optim.AdamW(model.parameters()), device_budget="4MiB", optimizer_kernel="numba", update_on="device"
+    )
+    engine = engine_of(model)
+    moments = sorted(f"{kind} of {index}" for kind in ("exp_avg", "exp_avg_sq") for index in range(2))
+    for expected in ([], [], moments):  # made here, came once, came again
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.flush()
+        assert sorted(locked) == expected
+        with engine.space.lock:
+            assert engine.space.make_room(engine.space.ledger[Tier.DEVICE].budget_nbytes, keep=None, what="everything")
+    engine.close()

@@ -736,6 +736,10 @@ class DeviceSpace:
     def _upload(self, part: Part) -> None:
         if part.loan is None and self._cast_or_settle(part):
             return
+        if part.form is Form.STATE and part.loan is None:
+            if part.num_fetches == 1:  # state that comes once need not be page-locked, which takes longer than the copy
+                part.pin_home()
+            part.num_fetches += 1
         self.table.begin(part.shard, H2D)
         try:
             part.upload = self._streams.upload(part.upload_pairs(), f"fetch ({part.name})")
@@ -874,9 +878,14 @@ class DeviceSpace:
         comfortable_nbytes = nbytes + self._spare_nbytes
         if account.headroom_nbytes >= comfortable_nbytes:
             return True
+        soon = {index for index, _ in self.order.coming(self.prefetch_units)}
         for victim in self._victims(keep):
-            if victim.is_pinned and account.headroom_nbytes >= nbytes:
-                return True
+            if victim.is_pinned or victim.unit.index in soon:
+                # What is on its way down anyway makes room first: it need not come up again.
+                while account.headroom_nbytes < nbytes and self.on_pressure(False):
+                    pass
+                if account.headroom_nbytes >= nbytes:
+                    return True
             self._evict(victim)
             if account.headroom_nbytes >= comfortable_nbytes:
                 return True

@@ -315,8 +315,11 @@ def _need_nbytes(units: Sequence[UnitState], chosen: set[UnitState], prefetch_un
             beside_nbytes = sum(slot.nbytes for slot, is_narrow in is_wire.items() if is_narrow or has_sums)
             newborn_nbytes = max(newborn_nbytes, beside_nbytes)
             continue
-        # Newborn, on their way down, and where there are sums what comes up to be added to.
-        newborn_nbytes = max(newborn_nbytes, (3 if has_sums else 2) * unit.grad_nbytes)
+        # Newborn, and on their way down in 16 bits; where there are sums, what comes up to be added to. Beside a GPU
+        # then: newborn, the next unit's, and three units' on their way, in full width with what they are added to. With
+        # less compute waits for them.
+        num_with_sums = 8 if unit.device.type == "cuda" else 3
+        newborn_nbytes = max(newborn_nbytes, (num_with_sums if has_sums else 2) * unit.grad_nbytes)
         if unit.is_spanning:
             around_nbytes += compute_nbytes
         else:

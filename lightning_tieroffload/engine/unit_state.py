@@ -460,6 +460,7 @@ class Part:
         self.serves: list[OtherCopy] = []  # reads from flash that may fail
         self.saved: weakref.WeakSet[Any] = weakref.WeakSet()  # of a wire part: what autograd's graphs have of it
         self.loan: Loan | None = None  # of an old part: its home
+        self.num_fetches = 0  # of state: how often it has come from DRAM
 
     @property
     def is_serving(self) -> bool:
