@@ -314,11 +314,12 @@ class TierOptimizer:
 
     @property
     def state(self) -> Any:
-        return self.__dict__["state"]
+        holder = self if "state" in self.__dict__ else _raw(self)  # a trainer's wrapper has none of its own
+        return holder.__dict__["state"]
 
     @state.setter
     def state(self, value: Any) -> None:
-        if not isinstance(value, TierState):
+        if _raw(self) is self and not isinstance(value, TierState):  # set on a wrapper it stays there, as in torch
             before = self.__dict__.get("state")
             if isinstance(before, TierState):
                 before.wait()  # an update in flight belongs to the state that it began with
