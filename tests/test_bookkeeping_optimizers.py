@@ -6,6 +6,7 @@ else holds too, and steps that fail half-way.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from typing import Any
 
@@ -255,3 +256,42 @@ def test_a_closure_sees_and_changes_what_the_step_works_with() -> None:
             look(loss=loss.detach(), seen=seen, kept=snapshot(optimizer), rates=optimizer.rates)
 
     check(built(lambda model: SetsRates(model.parameters())), loop, FULL)
+
+
+class Marks(Base):
+    """Reads what hooks left on parameters, and leaves something there itself."""
+
+    def before(self, params: Params) -> None:
+        for p in params:
+            p.grad.add_(p.sample, alpha=0.1)
+            del p.sample
+            p.seen = getattr(p, "seen", 0) + 1
+
+
+class MarksAndFreezes(Marks):
+    """Trains block by block, as BAdam's does."""
+
+    def after(self, params: Params) -> None:
+        for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            p.requires_grad_((self.num_steps + index // 2) % 3 != 0)
+
+
+@pytest.mark.parametrize("cls", [Marks, MarksAndFreezes])
+def test_what_stands_on_parameters_is_read_and_set_by_a_step(cls: type[Marks]) -> None:
+    """Attributes and ``requires_grad``, as in per-sample clipping and in classes that train block by block."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step in range(8):
+            loss = loss_at(model, step)
+            loss.backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sample = p.grad.sign() * 0.01
+            optimizer.step()
+            optimizer.zero_grad()
+            left = [(getattr(p, "seen", None), hasattr(p, "sample"), p.requires_grad) for p in model.parameters()]
+            look(loss=loss.detach(), left=str(left))
+
+    # Room for one gradient more than the least: freezing inside a step is what budgets are not made for.
+    variants = FULL if cls is Marks else [dataclasses.replace(variant, budget=4096) for variant in FULL]
+    check(built(lambda model: cls(model.parameters())), loop, variants)

@@ -583,7 +583,7 @@ class WithFunctions(nn.Module):
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("order", ["before", "after", "alone"])
 def test_gradients_that_custom_functions_add_to_a_casts(order: str, cache: bool) -> None:
-    """Nobody sees a custom Function take a weight; what it gives is summed in fp32, and so it stays in 16-bit travel."""
+    """Nobody sees a custom Function take a weight; what it gives is summed in fp32 and must not be rounded."""
 
     def build() -> Any:
         model = WithFunctions(order)

@@ -80,6 +80,7 @@ _HOOKS = (
 _NUM_TIMED_STEPS = 512
 # State entries that torch's classes make in the default dtype.
 _SCALARS = ("step", "eta", "mu", "mu_product")
+_SLOT = "_tieroffload_slot"
 _NOT_MIRRORED = frozenset((*_HOOKS, "param_groups", "state", "step", "_opt_called"))
 
 
@@ -518,6 +519,16 @@ def _frozen_group(group: dict[str, Any], device: torch.device) -> dict[str, Any]
     if device.type != "cpu" and frozen.get("capturable"):
         frozen["capturable"] = False  # asserts on host tensors; it changes where scalars live, not what is computed
     return frozen
+
+
+def _copy_marks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """What a class reads and sets on parameters beside values: attributes (``p.grad_sample``), ``requires_grad``."""
+    marks = {key: value for key, value in source.__dict__.items() if key != _SLOT}
+    for key in target.__dict__.keys() - marks.keys() - {_SLOT}:
+        del target.__dict__[key]
+    target.__dict__.update(marks)
+    if target.requires_grad != source.requires_grad:
+        target.requires_grad_(source.requires_grad)
 
 
 class _WholeClone:
@@ -1166,6 +1177,7 @@ class Updates:
                     self._space.keep_old(unit, slots)
                 leased.extend(self._space.host.lease(blocks))
                 for slot in slots:
+                    _copy_marks(slot.param, hosts[slot.param])
                     grad = given[slot] = hosts[slot.param].grad = self._host_grad(slot)
                     if grad is not None and self._gradients.is_down(slot):
                         shown[grad.untyped_storage().data_ptr()] = (slot, grad)
@@ -1192,6 +1204,9 @@ class Updates:
                     self._space.refresh(unit)
                 self._space.host.end_lease(leased)
                 leased.clear()
+            with torch.inference_mode(False):
+                for slot in slots:
+                    _copy_marks(hosts[slot.param], slot.param)
 
         def around(call: Any) -> Any:
             """A closure runs with the parameters themselves, so what was done to the host tensors is theirs first."""
