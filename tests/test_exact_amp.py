@@ -516,3 +516,89 @@ def test_a_cast_is_as_old_as_its_first_use(when: str, cache: bool) -> None:
             look(loss=loss, evaluated=evaluated)
 
     check(build_of(lambda: nn.Sequential(*(LooksFirst(when) for _ in range(3)))), loop, VARIANTS)
+
+
+class InFp32(torch.autograd.Function):
+    """Uses its weight in fp32 whatever autocast says, and gives a gradient with all its bits."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class ByLinear(torch.autograd.Function):
+    """Uses autocast's cast, without gradients, and gives a gradient in fp32 of its own making."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        with torch.autocast("cpu", enabled=False):
+            return grad.float() @ weight, (grad.float().t() @ x.float()) * 1.01
+
+
+class Unlooked(torch.autograd.Function):
+    """Straight through to the weight: forward does not read it at all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.shape = weight.shape
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, grad.float().mean() * torch.linspace(0, 0.1, ctx.shape.numel()).view(ctx.shape)
+
+
+class WithFunctions(nn.Module):
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24)) for _ in range(4))
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            weight = block[0].weight
+            if self.order == "after":
+                x = block(x)
+            x = x + InFp32.apply(x, weight) if index % 2 == 0 else x.float() + ByLinear.apply(x, weight)
+            x = Unlooked.apply(x, block[2].weight)
+            if self.order == "before":
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("order", ["before", "after", "alone"])
+def test_gradients_that_custom_functions_add_to_a_casts(order: str, cache: bool) -> None:
+    """Nobody sees a custom Function take a weight; what it gives is summed in fp32 and must not be rounded."""
+
+    def build() -> Any:
+        model = WithFunctions(order)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(6, 4, 24)):
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            if step % 3 == 2:
+                look(grads=[p.grad for p in model.parameters()])
+            if step != 3:
+                optimizer.step()
+                optimizer.zero_grad()
+            look(loss=loss)
+
+    check(build, loop, FULL)

@@ -196,7 +196,7 @@ class Gradients:
     def _send_down(self, slot: ParamSlot, record: GradRecord, grad: torch.Tensor) -> int:
         """Returns the device bytes that are held until ``record.ticket``."""
         unit: UnitState = slot.unit
-        wire_dtype = self._wire.gradient_dtype(slot)
+        wire_dtype = self._wire.gradient_dtype(slot, grad)
         if wire_dtype is None and slot.castable and unit.wire_state is WireState.WATCHING and unit.wire is not None:
             # Whether every use was seen is not known yet; the numbers themselves say what 16 bits would lose.
             wire_dtype = unit.wire.dtype if _fits(grad, unit.wire.dtype) else None

@@ -80,6 +80,7 @@ _HOOKS = (
 _NUM_TIMED_STEPS = 512
 # State entries that torch's classes make in the default dtype.
 _SCALARS = ("step", "eta", "mu", "mu_product")
+_SLOT = "_tieroffload_slot"
 _NOT_MIRRORED = frozenset((*_HOOKS, "param_groups", "state", "step", "_opt_called"))
 
 
@@ -314,11 +315,12 @@ class TierOptimizer:
 
     @property
     def state(self) -> Any:
-        return self.__dict__["state"]
+        holder = self if "state" in self.__dict__ else _raw(self)  # a trainer's wrapper has none of its own
+        return holder.__dict__["state"]
 
     @state.setter
     def state(self, value: Any) -> None:
-        if not isinstance(value, TierState):
+        if _raw(self) is self and not isinstance(value, TierState):  # set on a wrapper it stays there, as in torch
             before = self.__dict__.get("state")
             if isinstance(before, TierState):
                 before.wait()  # an update in flight belongs to the state that it began with
@@ -477,15 +479,20 @@ def _inner_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 
 def _remapped(value: Any, mapping: dict[Any, Any], depth: int = REMAPPED_DEPTH) -> Any:
-    """``value`` with every parameter in ``mapping`` replaced, through lists, tuples and dicts."""
+    """``value`` with every parameter in ``mapping`` replaced, through lists, tuples and dicts.
+
+    What holds none of them is returned itself: somebody else may hold it too, and look at what a step writes there.
+    """
     if isinstance(value, torch.Tensor):
         return mapping.get(value, value)
-    if depth and isinstance(value, list):
-        return [_remapped(item, mapping, depth - 1) for item in value]
-    if depth and type(value) is tuple:
-        return tuple(_remapped(item, mapping, depth - 1) for item in value)
+    if depth and (isinstance(value, list) or type(value) is tuple):
+        items = [_remapped(item, mapping, depth - 1) for item in value]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else tuple(items) if type(value) is tuple else items
     if depth and type(value) in (dict, OrderedDict):
-        return type(value)((_remapped(k, mapping, 0), _remapped(v, mapping, depth - 1)) for k, v in value.items())
+        pairs = [(_remapped(k, mapping, 0), _remapped(v, mapping, depth - 1)) for k, v in value.items()]
+        is_same = all(k is key and v is item for (k, v), (key, item) in zip(pairs, value.items(), strict=True))
+        return value if is_same else type(value)(pairs)
     return value
 
 
@@ -512,6 +519,106 @@ def _frozen_group(group: dict[str, Any], device: torch.device) -> dict[str, Any]
     if device.type != "cpu" and frozen.get("capturable"):
         frozen["capturable"] = False  # asserts on host tensors; it changes where scalars live, not what is computed
     return frozen
+
+
+def _copy_marks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """What a class reads and sets on parameters beside values: attributes (``p.grad_sample``), ``requires_grad``."""
+    marks = {key: value for key, value in source.__dict__.items() if key != _SLOT}
+    for key in target.__dict__.keys() - marks.keys() - {_SLOT}:
+        del target.__dict__[key]
+    target.__dict__.update(marks)
+    if target.requires_grad != source.requires_grad:
+        target.requires_grad_(source.requires_grad)
+
+
+class _WholeClone:
+    """A clone that steps over every host parameter at once, and what it shares with the user's optimizer.
+
+    All that the class may have in public is the user's while its code runs, and the clone's while the step does:
+    ``take`` brings the clone up to date, ``give`` the user's optimizer. Training thread only.
+
+    Args:
+        raw: the user's optimizer.
+        cls: its class.
+        hosts: managed parameter to host parameter.
+        device: where compute is; hyper-parameters that lie there are copied for the step.
+    """
+
+    def __init__(self, raw: Any, cls: type[Optimizer], hosts: dict[Any, Any], device: torch.device) -> None:
+        self._raw, self._hosts, self._device = raw, hosts, device
+        self._back = {host: original for original, host in hosts.items()}
+        self._given: list[dict[str, Any]] = []  # what each group of the clone began with
+        groups = [{"params": [hosts.get(p, p) for p in group["params"]]} for group in raw.param_groups]
+        self.clone = _clone(raw, cls, groups, hosts)
+        self.clone.state.clear()  # entries come in the order that the user's optimizer has them in
+        self._attributes = {k: v for k, v in raw.__dict__.items() if k not in _NOT_MIRRORED}
+        self._take_groups()
+        self._take_state()
+
+    def take(self) -> None:
+        """The user's code has run meanwhile."""
+        attributes = {k: v for k, v in self._raw.__dict__.items() if k not in _NOT_MIRRORED}
+        for key, value in attributes.items():
+            if key not in self._attributes or self._attributes[key] is not value:
+                self.clone.__dict__[key] = _remapped(value, self._hosts)
+        self._take_groups()
+        self._take_state()
+
+    def give(self, kept: Callable[[Any], Any] = lambda value: value) -> None:
+        """What the step has done so far. ``kept``: what becomes of a tensor that stays beyond the step."""
+        raw, clone, back = self._raw, self.clone, self._back
+        entries = {}
+        for key, entry in list(clone.state.items()):
+            clone.state[key] = entries[back.get(key, key)] = kept(entry)
+        before = self._state_keys()
+        if len(before) != len(entries) or any(a is not b for a, b in zip(before, entries, strict=True)):
+            for key in before:
+                dict.pop(raw.state, key)
+        for key, entry in entries.items():
+            dict.__setitem__(raw.state, key, entry)
+        mirrored = {key: value for key, value in clone.__dict__.items() if key not in _NOT_MIRRORED}
+        for key in self._attributes.keys() - mirrored.keys():
+            raw.__dict__.pop(key, None)
+        for key, value in mirrored.items():
+            raw.__dict__[key] = _remapped(kept(value), back)
+        self._attributes = {key: raw.__dict__[key] for key in mirrored}
+        for group, used, given in zip(raw.param_groups, clone.param_groups, self._given, strict=True):
+            for key in given.keys() - used.keys():
+                del group[key]
+            for key, value in used.items():
+                if key == "params":
+                    continue
+                if key not in given or value is not given[key]:
+                    group[key] = given[key] = value
+                elif isinstance(value, torch.Tensor) and value is not group[key]:
+                    group[key].detach().copy_(value)  # the class may have changed our copy of it in place
+
+    def _take_groups(self) -> None:
+        self._given.clear()
+        for group, used in zip(self._raw.param_groups, self.clone.param_groups, strict=True):
+            given = {key: value for key, value in group.items() if key != "params"}
+            for key, value in given.items():
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    given[key] = value.detach().to("cpu")
+            if self._device.type != "cpu" and given.get("capturable"):
+                given["capturable"] = False  # as in _frozen_group; what the class does not change is not given back
+            params = used["params"]
+            used.clear()
+            used.update(params=params, **given)
+            self._given.append(given)
+
+    def _take_state(self) -> None:
+        state = self.clone.state
+        shown = {self._hosts.get(key, key): dict.__getitem__(self._raw.state, key) for key in self._state_keys()}
+        for key in [key for key in state if key not in shown]:
+            del state[key]
+        for key, entry in shown.items():
+            if dict.get(state, key) is not entry:
+                dict.__setitem__(state, key, entry)
+
+    def _state_keys(self) -> list[Any]:
+        """Its own parameters' and all that belong to no parameter of an engine (``state["sums"]``)."""
+        return [key for key in dict.keys(self._raw.state) if key in self._hosts or managed_slot(key) is None]
 
 
 def _closure_in(closure: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
@@ -1070,12 +1177,15 @@ class Updates:
                     self._space.keep_old(unit, slots)
                 leased.extend(self._space.host.lease(blocks))
                 for slot in slots:
+                    _copy_marks(slot.param, hosts[slot.param])
                     grad = given[slot] = hosts[slot.param].grad = self._host_grad(slot)
                     if grad is not None and self._gradients.is_down(slot):
                         shown[grad.untyped_storage().data_ptr()] = (slot, grad)
             self._stepping = (threading.get_ident(), cls, frozenset(slots))
 
         def from_hosts() -> None:
+            if self._stepping is None and not leased:
+                return  # a closure that failed: everything has been the user's since before it
             self._stepping = None
             with self._space.lock, torch._C._InferenceMode(False):
                 torch._C._set_grad_enabled(False)
@@ -1094,6 +1204,9 @@ class Updates:
                     self._space.refresh(unit)
                 self._space.host.end_lease(leased)
                 leased.clear()
+            with torch.inference_mode(False):
+                for slot in slots:
+                    _copy_marks(hosts[slot.param], slot.param)
 
         def around(call: Any) -> Any:
             """A closure runs with the parameters themselves, so what was done to the host tensors is theirs first."""
@@ -1102,42 +1215,34 @@ class Updates:
 
             @functools.wraps(call, updated=())
             def inner(*args: Any, **kwargs: Any) -> Any:
+                assert whole is not None
                 from_hosts()
+                whole.give()
                 result = call(*args, **kwargs)
                 to_hosts()
+                whole.take()
                 return result
 
             return inner
 
+        whole: _WholeClone | None = None
         to_hosts()
-        device = self._space.device
-        groups = [
-            {**_frozen_group(group, device), "params": [hosts.get(p, p) for p in group["params"]]}
-            for group in raw.param_groups
-        ]
-        clone = _clone(raw, cls, groups, hosts)
         try:
+            whole = _WholeClone(raw, cls, hosts, self._space.device)
             result = _inner_step(cls)(
-                clone,
+                whole.clone,
                 *(around(_remapped(value, hosts)) for value in args),
                 **{key: around(_remapped(value, hosts)) for key, value in kwargs.items()},
             )
-        finally:
+        finally:  # a step that failed has changed what it changed, as in the plain run
             from_hosts()
             for host in hosts.values():
                 host.grad = None
-        back: dict[Any, Any] = {host: original for original, host in hosts.items()}
-        kept = self._kept_gradients(clone, shown)
-        for p, entry in list(clone.state.items()):
-            clone.state[p] = kept(entry)
-        for key, value in clone.__dict__.items():
-            if key not in _NOT_MIRRORED:
-                raw.__dict__[key] = _remapped(kept(value), back)
-        for group, used in zip(raw.param_groups, groups, strict=True):
-            group.update({k: v for k, v in used.items() if k != "params"})
+            if whole is not None:
+                whole.give(self._kept_gradients(shown))
         return result
 
-    def _kept_gradients(self, clone: Any, shown: dict[int, tuple[ParamSlot, torch.Tensor]]) -> Callable[[Any], Any]:
+    def _kept_gradients(self, shown: dict[int, tuple[ParamSlot, torch.Tensor]]) -> Callable[[Any], Any]:
         """A class that keeps a gradient (``state["previous"] = p.grad``) keeps the tensor, as in the plain run.
 
         Our block is written anew by the next backward. So the tensor that is kept becomes the parameter's gradient.

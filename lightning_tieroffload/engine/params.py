@@ -99,7 +99,7 @@ class ParamSlot:
     """A parameter's place in its unit: which unit, which flat storage, where in it. The unit owns the memory."""
 
     __slots__ = (
-        "__weakref__", "castable", "dtype", "home", "host_param", "index", "is_mixed", "left_in", "name",
+        "__weakref__", "cast_grad", "castable", "dtype", "home", "host_param", "index", "is_mixed", "left_in", "name",
         "num_cast_grads", "numel", "owner", "param", "part", "shape", "split", "stride", "unit", "was_mixed",
         "wire_seen",
     )  # fmt: skip
@@ -123,6 +123,7 @@ class ParamSlot:
         self.castable = False
         self.wire_seen: torch.dtype | None = None
         self.num_cast_grads = 0
+        self.cast_grad: tuple[Any, int] | None = None  # the last of them: weak reference to its storage, version
         self.is_mixed = False
         self.was_mixed = False  # of several graphs at a time, backward may come to the mixed one last
 

@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_tieroffload.engine.device_space import DeviceSpace, is_in_transform, is_seen, outside_transforms
 from lightning_tieroffload.engine.params import ParamSlot
@@ -75,8 +76,14 @@ class _WireCast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.slot.num_cast_grads += 1
-        return grad.to(ctx.slot.dtype), None, None
+        slot: ParamSlot = ctx.slot
+        slot.num_cast_grads += 1
+        if torch.is_grad_enabled():  # create_graph
+            return grad.to(slot.dtype), None, None
+        # In the weight's own layout: else autograd would copy it once more, and it would not be the one that arrives.
+        wide = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=grad.device).copy_(grad)
+        slot.cast_grad = StorageWeakRef(wide.untyped_storage()), wide._version
+        return wide, None, None
 
 
 def _is_leased_narrow(unit: UnitState) -> bool:
@@ -284,12 +291,15 @@ class Wire:
                 unit.wire_state = WireState.READY
 
     @staticmethod
-    def gradient_dtype(slot: ParamSlot) -> torch.dtype | None:
-        """The 16-bit dtype that holds the newborn gradient without loss, or None. Resets what was noted for it."""
-        num_casts, is_mixed = slot.num_cast_grads, slot.is_mixed
-        slot.num_cast_grads, slot.is_mixed = 0, False
+    def gradient_dtype(slot: ParamSlot, grad: torch.Tensor) -> torch.dtype | None:
+        """The 16-bit dtype that holds ``grad``, newborn, without loss, or None. Resets what was noted for it."""
+        num_casts, is_mixed, cast_grad = slot.num_cast_grads, slot.is_mixed, slot.cast_grad
+        slot.num_cast_grads, slot.is_mixed, slot.cast_grad = 0, False, None
         unit: UnitState = slot.unit
         if unit.wire is None or not slot.castable or num_casts != 1 or is_mixed or slot.was_mixed:
+            return None
+        # A use that nobody sees (a custom Function's, an extension's in C++) adds its share to what the cast gave.
+        if cast_grad is None or (cast_grad[0].cdata, cast_grad[1]) != (grad.untyped_storage()._cdata, grad._version):
             return None
         with torch._C.DisableTorchFunctionSubclass():
             has_hooks = bool(slot.param._backward_hooks)
