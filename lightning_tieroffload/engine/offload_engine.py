@@ -1314,6 +1314,7 @@ class OffloadEngine:
             "planner": None if made is None else made.planner,
             "note": None if made is None else made.note,
             "num_plans": self.core.planner.num_plans,
+            "plans": list(self.core.planner.said),
             "units": [
                 {
                     "unit": unit.name,
@@ -1340,6 +1341,10 @@ class OffloadEngine:
         planner = self.core.planner
         made = {"plan.json": planner.plan, PROFILE_FILE_NAME: planner.profile}
         return {name: each.to_json() for name, each in made.items() if each is not None}
+
+    def tell_plans(self, say: Callable[[str], None]) -> None:
+        """Have ``say`` called, on the training thread, with a line about each plan to come that no log shows."""
+        self.core.planner.on_plan = say
 
     def plan_table(self) -> Any:
         """The plan as a ``rich`` table."""
