@@ -837,11 +837,16 @@ class OffloadEngine:
                 )  # fmt: skip
                 return
             under_autocast = f" ({narrow_nbytes} under autocast without accumulation)" if may_be_narrow else ""
+            config = self.core.config
+            takes_it_all = (
+                self.space.device.type == "cpu" and config.dram_budget == "auto" and config.device_budget != "auto"
+            )
+            lower = "lower device_budget, which leaves nothing else, or " if takes_it_all else ""
             raise InfeasiblePlanError(
                 f"dram_budget is {self._budget(Tier.DRAM)}, but {what} "
                 f"would take what must be in DRAM to {format_nbytes(need_nbytes)}. The smallest dram_budget that works "
-                f"is {need_nbytes} bytes{under_autocast}; or name a directory on flash in nvme_paths for what does not "
-                f"fit.",
+                f"is {need_nbytes} bytes{under_autocast}; {lower or 'or '}name a directory on flash in nvme_paths for "
+                "what does not fit.",
                 tier="dram",
                 least_budget_nbytes=need_nbytes,
             )
