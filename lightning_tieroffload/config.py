@@ -722,6 +722,11 @@ def resolve_budgets(
     if not config.nvme_paths:
         nvme_nbytes = 0
         sources["nvme"] = "no nvme_paths"
+        if config.nvme_budget not in ("auto", 0):
+            _log.warning(
+                "nvme_budget %s means nothing without nvme_paths: name a directory on flash, or leave it out.",
+                format_nbytes(int(config.nvme_budget)),
+            )
     elif config.nvme_budget != "auto":
         nvme_nbytes = config.nvme_budget
         sources["nvme"] = "nvme_budget"

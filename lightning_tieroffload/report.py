@@ -135,6 +135,9 @@ def _summary_lines(report: Mapping[str, Any]) -> Iterable[str]:
         if bottleneck := _at(report, "forecast", "bottleneck"):
             line += f", bound by {bottleneck}"
         yield line
+    plans = _at(report, "plan", "plans")
+    if isinstance(plans, (list, tuple)) and plans and (text := _at(plans[-1], "text")):
+        yield str(text)
     places = _at(report, "num_unit_updates")
     if isinstance(places, Mapping) and any(places.values()):
         counts = (f"{num} {_UPDATE_PLACES.get(place, place)}" for place, num in places.items() if num)

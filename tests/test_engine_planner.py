@@ -27,8 +27,10 @@ from exactness import (
     tight,
 )
 from fakes import Block, batches, gpt_tiny, mlp, mlp_loss, steps, token_batches
+from rich.console import Console
 from torch import nn
 
+import lightning_tieroffload
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine import instance_maker
@@ -42,6 +44,7 @@ from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape
 from lightning_tieroffload.planning.cost_model import ActivationChoice
 from lightning_tieroffload.planning.plan import Plan, alive_peak_nbytes
 from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME, Profile
+from lightning_tieroffload.report import render_report
 from lightning_tieroffload.sizes import KiB
 from lightning_tieroffload.trace import TIMELINE_FILE_NAME
 
@@ -121,6 +124,38 @@ def test_the_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert any(level == "INFO" and "activations" in text and "s a step expected" in text for level, text in said), said
     assert any(level == "DEBUG" and "update on" in text and "keep" in text for level, text in said), said
+
+
+@pytest.mark.parametrize("is_logged", [False, True], ids=["quiet log", "log"])
+def test_a_plan_made_while_training_is_said_once_and_reported(
+    is_logged: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the terminal where the log does not show it: the table before the first step is not what runs later."""
+    caplog.set_level(logging.INFO if is_logged else logging.WARNING, logger=engine_planner.__name__)
+    model, optimizer = blocks()
+    lightning_tieroffload.offload(model, optimizer, device_budget=120 * KiB)
+    mlp_steps()(model, optimizer, quiet)
+    engine = lightning_tieroffload.engine_of(model)
+    assert engine is not None
+    report = engine.report()
+    engine.close()
+    plans = report["plan"]["plans"]
+    assert len(plans) == report["plan"]["num_plans"] > 0
+    assert plans[0]["after_steps"] == 2
+    assert plans[0]["text"].startswith("plan after step 2 (2 watched steps, in ")
+    assert plans[-1]["forecast"] == report["forecast"]
+    for counted in ("activations", "updates"):
+        numbers = plans[0]["text"].split(f"{counted} ")[1].split(";")[0]
+        assert sum(int(part.split()[0]) for part in numbers.split(", ")) == len(report["plan"]["units"])
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tieroffload: plan after ")]
+    logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("plan after step ")]
+    texts = [plan["text"] for plan in plans]
+    assert printed == ([] if is_logged else [f"tieroffload: {text}" for text in texts])
+    assert logged == (texts if is_logged else [])
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(render_report(report))
+    assert texts[-1] in shown.get()
 
 
 def test_nothing_leaves_where_everything_fits() -> None:

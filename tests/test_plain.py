@@ -237,3 +237,17 @@ def test_the_plan_that_is_printed_first_says_that_updates_are_not_settled(
     assert engine is not None
     assert engine.plan_table().title == "Plan"
     close(net)
+
+
+def test_a_device_budget_larger_than_the_machine_is_what_the_message_names() -> None:
+    """Without a GPU it is host memory: nothing is left for DRAM, whose budget nobody has set."""
+    net = mlp(2)
+    with pytest.raises(InfeasiblePlanError, match="lower device_budget"):
+        lightning_tieroffload.offload(net, torch.optim.AdamW(net.parameters()), device_budget="900TiB")
+
+
+def test_an_nvme_budget_without_paths_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    net = mlp(2)
+    lightning_tieroffload.offload(net, torch.optim.AdamW(net.parameters()), device_budget="1MiB", nvme_budget="1GiB")
+    close(net)
+    assert "nvme_budget 1 GiB means nothing without nvme_paths" in caplog.text

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.errors import ConfigError
 
-__all__ = ["SETTINGS_HELP", "print_json", "refuse_rest", "settings_last", "take_settings"]
+__all__ = ["SETTINGS_HELP", "named_settings", "print_json", "refuse_rest", "settings_last", "take_settings"]
 
 _FIELDS = {
     "--" + entry.name.replace("_", "-"): entry.name
@@ -62,6 +62,21 @@ def take_settings(arguments: Sequence[str]) -> tuple[TierOffloadConfig, list[str
         else:
             chosen[_FIELDS[option]] = value
     return TierOffloadConfig(**chosen).merged_over(base), rest
+
+
+def named_settings(arguments: Sequence[str]) -> frozenset[str]:
+    """The settings that stand on a command line as options, by their names in the configuration."""
+    settings: set[str] = set()
+    left = list(arguments)
+    while left:
+        option, equals, _ = left.pop(0).partition("=")
+        if option == "--":
+            break
+        if option not in _FIELDS and option != "--config":
+            continue
+        settings.update([_FIELDS[option]] if option in _FIELDS else [])
+        del left[: 0 if equals else 1]
+    return frozenset(settings)
 
 
 def settings_last(arguments: Sequence[str]) -> list[str]:

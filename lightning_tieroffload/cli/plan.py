@@ -3,22 +3,38 @@
 Translation only: reads options, has the profile estimated (or takes a measured one), calls the planner, prints a table
 or JSON. Every budget is an option; "auto" is the machine profile's memory less a margin, so that a plan can be made for
 a machine that is not this one.
+
+[Note: a budget for another machine] A ``device_budget`` that is given covers here what it covers in a run, see [Note:
+what a budget covers]: what the engine holds, and activations where the plan may choose or sends them away, but neither
+the loss nor any kernel's workspace. The forecast's peak is all of it, and has to fit the machine. ``auto`` is most of
+the machine's memory and has to hold everything.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lightning_tieroffload.cli.options import print_json, refuse_rest, take_settings
+from lightning_tieroffload.cli.options import named_settings, print_json, refuse_rest, take_settings
+from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.config import TierOffloadConfig, refuse_what_is_not_there
 from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError
-from lightning_tieroffload.planning.cost_model import ACTIVATION_CHOICES, ActivationChoice, Instance, UpdatePlace
-from lightning_tieroffload.planning.plan import Plan, check_plan, restated
+from lightning_tieroffload.planning.cost_model import (
+    ACTIVATION_CHOICES,
+    OPTIONS,
+    ActivationChoice,
+    Instance,
+    UpdatePlace,
+)
+from lightning_tieroffload.planning.plan import Plan, alive_peak_nbytes, check_plan, held_peak_nbytes, restated
 from lightning_tieroffload.planning.profile import REFERENCE_MACHINE, MachineProfile, Profile
 from lightning_tieroffload.report import format_seconds
 from lightning_tieroffload.sizes import format_nbytes
@@ -35,10 +51,21 @@ _ACTIVATIONS = {
     "recompute": (ActivationChoice.RECOMPUTE,),
     "offload": (ActivationChoice.OFFLOAD_DRAM, ActivationChoice.OFFLOAD_NVME),
 }
+_MEANT = frozenset(
+    """
+    device_budget dram_budget nvme_budget nvme_paths units activations update_on state_home planner plan_file
+    prefetch_units
+    """.split()
+)
+"""The settings that a plan depends on; others mean something to a run only."""
 _PLACES = {"cpu": (UpdatePlace.CPU,), "device": (UpdatePlace.DEVICE,)}
 
 _Model = Annotated[
-    str, typer.Argument(metavar="CONFIG_OR_MODEL", help="A model directory, a config.json, a profile, or a bench size.")
+    str,
+    typer.Argument(
+        metavar="CONFIG_OR_MODEL",
+        help="A model directory, a config.json, a profile, or a size of bench train (its model with --no-recompute).",
+    ),
 ]
 _Batch = Annotated[int, typer.Option(min=1, max=2**20, help="Sequences a micro-batch.")]
 _Seq = Annotated[int, typer.Option(min=1, max=2**24, help="Tokens a sequence.")]
@@ -101,7 +128,7 @@ def instance_from(profile: Profile, config: TierOffloadConfig, *, grad_accum: in
     machine = profile.machine
     device = round(_AUTO_DEVICE_FRAC * machine.device_memory_nbytes)
     dram = round(_AUTO_DRAM_FRAC * machine.dram_nbytes)
-    return Instance.from_profile(
+    instance = Instance.from_profile(
         profile,
         device_budget_nbytes=device if config.device_budget == "auto" else int(config.device_budget),
         dram_budget_nbytes=dram if config.dram_budget == "auto" else int(config.dram_budget),
@@ -112,12 +139,75 @@ def instance_from(profile: Profile, config: TierOffloadConfig, *, grad_accum: in
         update_places=_PLACES.get(config.update_on, tuple(UpdatePlace)),
         activations=_ACTIVATIONS[config.activations],
     )
+    if config.state_home == "nvme":
+        instance = dataclasses.replace(instance, options=_options(instance, state_on_flash=True))
+    return instance if config.device_budget == "auto" else _as_a_run_counts(instance, config.activations)
+
+
+def _options(instance: Instance, *, state_on_flash: bool) -> tuple[tuple[str, ...], ...]:
+    """Per unit what the settings allow; with ``state_on_flash`` without state elsewhere, where there is state."""
+    found = []
+    for unit, row in zip(instance.units, instance.allowed(), strict=True):
+        allowed = [option for option, is_allowed in zip(OPTIONS, row, strict=True) if is_allowed]
+        if state_on_flash and unit.trained_numel and unit.can_move_state:
+            allowed = [option for option in allowed if option.state_home is Tier.NVME]
+        if not allowed:
+            raise ConfigError(f'unit {unit.name} has no option left with state_home="nvme" and the other settings.')
+        found.append(tuple(option.code for option in allowed))
+    return tuple(found)
+
+
+def _as_a_run_counts(instance: Instance, activations: str) -> Instance:
+    """What is not the engine's is beside its budget; see [Note: a budget for another machine]."""
+    if activations == "recompute" and instance.options is None:
+        # A unit without activations that count could not be recomputed by the rules, and is.
+        instance = dataclasses.replace(instance, options=_options(instance, state_on_flash=False))
+    counts = activations in ("auto", "offload")
+    units = []
+    for unit in instance.units:
+        frac = int(counts and (unit.can_recompute or unit.can_offload_activation))  # the loss can do neither
+        saved, boundary = frac * unit.activation_nbytes, frac * unit.boundary_nbytes
+        units.append(dataclasses.replace(unit, workspace_nbytes=0, activation_nbytes=saved, boundary_nbytes=boundary))
+    return dataclasses.replace(instance, units=tuple(units))
+
+
+def _with_peak(instance: Instance, profile: Profile, config: TierOffloadConfig, made: Plan) -> Plan:
+    """With a budget that is given the forecast's peak is what a run allocates in all, the budget filled."""
+    if config.device_budget == "auto":
+        return made
+    choices = [line.choice for line in made.units]
+    kept_nbytes = alive_peak_nbytes(instance.units, choices) if config.activations == "auto" else 0
+    peak_nbytes = instance.device_fixed_nbytes + held_peak_nbytes(
+        profile.units,
+        choices,
+        max(instance.device_budget_nbytes, made.peak_nbytes) - kept_nbytes,
+        num_micro_batches=instance.num_micro_batches,
+    )
+    return dataclasses.replace(made, forecast=dataclasses.replace(made.forecast, device_peak_nbytes=peak_nbytes))
+
+
+def _why_not_on_machine(instance: Instance, made: Plan) -> str:
+    """Why a plan within its budgets does not fit the machine all the same; empty if it does."""
+    machine, peak_nbytes = instance.machine, made.forecast.device_peak_nbytes
+    if peak_nbytes <= machine.device_memory_nbytes:
+        return ""
+    return (
+        f"the device would hold {format_nbytes(peak_nbytes)} at the peak, device_budget "
+        f"{format_nbytes(instance.device_budget_nbytes)} and what compute allocates beside it, and {machine.name} has "
+        f"{format_nbytes(machine.device_memory_nbytes)}. Lower device_budget, or take smaller batches."
+    )
 
 
 def _pose(ctx: typer.Context, source: str, machine: str, job: _Job) -> tuple[TierOffloadConfig, Instance, Profile]:
     config, rest = take_settings(list(ctx.args))
     refuse_rest(rest)
     refuse_what_is_not_there(config)
+    _refuse_unmeant(config, ctx.args)
+    if config.state_home == "nvme" and config.nvme_budget == "auto":
+        raise ConfigError(
+            'state_home="nvme" needs flash, and a plan for any machine needs how much: give nvme_budget too, for '
+            "example --nvme-budget 500GiB."
+        )
     if config.nvme_paths and config.nvme_budget == "auto":
         raise ConfigError(
             "nvme_paths says where flash is, and a plan for any machine needs how much: give nvme_budget too, for "
@@ -129,12 +219,60 @@ def _pose(ctx: typer.Context, source: str, machine: str, job: _Job) -> tuple[Tie
     return config, instance, profile
 
 
+def _refuse_unmeant(config: TierOffloadConfig, arguments: Sequence[str]) -> None:
+    """Refuse options that change no plan; of a file's or the environment's settings, which are a run's too, say it."""
+    unmeant = [key for key in config.chosen() if key not in _MEANT]
+    if config.plan_file is not None and "planner" in config.chosen():
+        unmeant.append("planner")
+    if not unmeant:
+        return
+    named = [key for key in unmeant if key in named_settings(arguments)]
+    rest = (
+        "and plan_file is not planned anew"
+        if named == ["planner"]
+        else f"which depends on {', '.join(sorted(_MEANT))}, --machine and the job's own options"
+    )
+    if named:
+        raise ConfigError(f"{', '.join(named)}: no part of a plan or an estimate, {rest}. Leave it out here.")
+    print(f"tieroffload: not used by a plan or an estimate: {', '.join(unmeant)}.", file=sys.stderr)
+
+
+@contextmanager
+def _quiet_solver() -> Iterator[None]:
+    """The solver's library writes lines for its own developers to file descriptor 2, past Python's ``sys.stderr``."""
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed: nothing can be written
+        yield
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    ours, own = sys.stderr, os.fdopen(kept, "w", buffering=1, errors="backslashreplace", closefd=False)
+    try:
+        is_ours = ours.fileno() == 2
+    except (OSError, ValueError):  # somebody's object
+        is_ours = False
+    os.dup2(nothing, 2)
+    if is_ours:
+        sys.stderr = own
+    try:
+        yield
+    finally:
+        if is_ours:
+            sys.stderr = ours
+        own.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
 def _made(instance: Instance, config: TierOffloadConfig) -> Plan:
     """The plan of ``plan_file``, with what it comes to for this job; without one the planner's."""
     if config.plan_file is None:
         from lightning_tieroffload.planning.solver import best_plan
 
-        return best_plan(instance, config.planner)
+        with _quiet_solver():
+            return best_plan(instance, config.planner)
     from lightning_tieroffload.planning.simulator import with_forecast
 
     saved = Plan.load(config.plan_file)
@@ -190,13 +328,14 @@ def plan(
 
     job = _Job(batch, seq, grad_accum, clip, precision)
     config, instance, profile = _pose(ctx, config_or_model, machine, job)
-    made = _made(instance, config)
+    made = _with_peak(instance, profile, config, _made(instance, config))
     if save:
         try:
             made.save(save)
         except OSError as error:
             raise ConfigError(f"--save {save} cannot be written: {error.strerror}. Name a file that can.") from None
-    saved_s = value_of_more(instance, made, forecast=True)
+    with _quiet_solver():
+        saved_s = value_of_more(instance, made, forecast=True)
     if json_:
         document = _document(instance, profile, made, job)
         print_json({**document, "plan": made.to_json(), "one_more_gib_saves_s": saved_s})
@@ -211,6 +350,13 @@ def plan(
         f"{format_seconds(made.forecast.step_s)} a step, {tokens:,.0f} tokens/s{basis} on {profile.machine.name}; "
         f"bound by {made.forecast.bottleneck}."
     )
+    if config.device_budget != "auto":
+        console.print(
+            f"Device: about {format_nbytes(made.forecast.device_peak_nbytes)} in all, with what compute "
+            "allocates beside device_budget."
+        )
+    if why := _why_not_on_machine(instance, made):
+        console.print(f"Warning: {why}")
     gains = [f"{tier} {format_seconds(seconds)}" for tier, seconds in saved_s.items()]
     console.print(f"One more GiB would save, per step: {', '.join(gains)}.")
     if made.note:
@@ -233,7 +379,9 @@ def estimate(
     config, instance, profile = _pose(ctx, config_or_model, machine, job)
     document: dict[str, Any]
     try:
-        made = _made(instance, config)
+        made = _with_peak(instance, profile, config, _made(instance, config))
+        if why := _why_not_on_machine(instance, made):
+            raise InfeasiblePlanError(why, tier=Tier.DEVICE.name)
     except InfeasiblePlanError as error:
         document = {
             "fits": False,
@@ -251,6 +399,11 @@ def estimate(
             f"fits: {document['tokens_per_s'] or 0.0:,.0f} tokens/s, {format_seconds(made.forecast.step_s)} a step, "
             f"bound by {made.forecast.bottleneck}; {on_tiers}"
         )
+        if config.device_budget != "auto":
+            text += (
+                f"; on the device about {format_nbytes(made.forecast.device_peak_nbytes)} in all, with what "
+                "compute allocates beside device_budget"
+            )
     if json_:
         print_json(document)
     else:

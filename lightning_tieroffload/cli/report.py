@@ -20,6 +20,8 @@ from lightning_tieroffload.whole_file import parse_json
 
 __all__ = ["read_report", "read_timeline", "report"]
 
+_WHAT_TO_NAME = "Name the directory of trace_path, or report.json in it."
+
 
 def read_report(path: Path) -> dict[str, Any]:
     """The report in `path`, which is a file or the directory that a run wrote with `trace_path`.
@@ -35,9 +37,9 @@ def read_report(path: Path) -> dict[str, Any]:
             f"{file} does not exist. A run writes it into the directory that trace_path names, when it ends."
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as a run report: {error}.") from None
+        raise ConfigError(f"{file} cannot be read as a run report: {error}. {_WHAT_TO_NAME}") from None
     if not isinstance(content, dict) or not isinstance(content.get("tiers"), dict):
-        raise ConfigError(f'{file} is not a run report: it has no "tiers".')
+        raise ConfigError(f'{file} is not a run report: it has no "tiers". {_WHAT_TO_NAME}')
     return content
 
 

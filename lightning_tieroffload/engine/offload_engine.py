@@ -837,11 +837,16 @@ class OffloadEngine:
                 )  # fmt: skip
                 return
             under_autocast = f" ({narrow_nbytes} under autocast without accumulation)" if may_be_narrow else ""
+            config = self.core.config
+            takes_it_all = (
+                self.space.device.type == "cpu" and config.dram_budget == "auto" and config.device_budget != "auto"
+            )
+            lower = "lower device_budget, which leaves nothing else, or " if takes_it_all else ""
             raise InfeasiblePlanError(
                 f"dram_budget is {self._budget(Tier.DRAM)}, but {what} "
                 f"would take what must be in DRAM to {format_nbytes(need_nbytes)}. The smallest dram_budget that works "
-                f"is {need_nbytes} bytes{under_autocast}; or name a directory on flash in nvme_paths for what does not "
-                f"fit.",
+                f"is {need_nbytes} bytes{under_autocast}; {lower or 'or '}name a directory on flash in nvme_paths for "
+                "what does not fit.",
                 tier="dram",
                 least_budget_nbytes=need_nbytes,
             )
@@ -1314,6 +1319,7 @@ class OffloadEngine:
             "planner": None if made is None else made.planner,
             "note": None if made is None else made.note,
             "num_plans": self.core.planner.num_plans,
+            "plans": list(self.core.planner.said),
             "units": [
                 {
                     "unit": unit.name,
@@ -1340,6 +1346,10 @@ class OffloadEngine:
         planner = self.core.planner
         made = {"plan.json": planner.plan, PROFILE_FILE_NAME: planner.profile}
         return {name: each.to_json() for name, each in made.items() if each is not None}
+
+    def tell_plans(self, say: Callable[[str], None]) -> None:
+        """Have ``say`` called, on the training thread, with a line about each plan to come that no log shows."""
+        self.core.planner.on_plan = say
 
     def plan_table(self) -> Any:
         """The plan as a ``rich`` table."""

@@ -27,7 +27,7 @@ import random
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from lightning_tieroffload.concepts import Tier
@@ -65,6 +65,7 @@ _GROWTH_FRAC = 1.05  # a batch this much larger than the largest planned for ask
 _AFTER_OUT_OF_MEMORY_FRAC = 0.9
 _NUM_STEPS_TO_SETTLE = 2
 _MOST_MORE_STEPS = 2  # watched beyond profile_steps, where what is where has changed meanwhile
+_NUM_PLANS_SAID = 16
 _SAME_NOTES = ("num_micro_batches", "activations")  # besides its key, what a profile must share with a job to serve it
 
 
@@ -98,6 +99,10 @@ class Planner:
         self._placed: collections.deque[object] = collections.deque(maxlen=2)  # what was where when watched steps began
         self.profile: Profile | None = None
         self.num_plans = 0
+        self.on_plan: Callable[[str], None] | None = None
+        """Is told of each plan that is followed, in a line, where the log does not show it. On the training thread."""
+        self.said: collections.deque[dict[str, Any]] = collections.deque(maxlen=_NUM_PLANS_SAID)
+        """The last plans that were followed: after how many steps, why, and what was expected of them."""
         self._config = config
         self._space = space
         self._profiler = profiler
@@ -328,7 +333,7 @@ class Planner:
                     f"activations={self._config.activations!r}. Leave activations out, or plan again."
                 )
         self._is_fixed = True
-        self._follow(plan)
+        self._follow(plan, f"plan_file {path}")
 
     # ------------------------------------------------------------------------------------------------- plan
     def _read_profile(self) -> Profile | None:
@@ -415,14 +420,7 @@ class Planner:
             plan = self._search().plan(instance)
             self._leave_room(instance, plan)
             plan = self._with_peak(profile, plan)
-        kinds = collections.Counter(line.activation.value for line in plan.units if line.name != REST)
-        _log.info(
-            "plan after %s, in %.2f s: activations %s; %.3g s a step expected, bound by %s%s",
-            why, time.perf_counter() - start_s, ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
-            plan.forecast.step_s, plan.forecast.bottleneck, f" ({plan.note})" if plan.note else "",
-        )  # fmt: skip
-        _log.debug("%s", _Table(plan))
-        self._follow(plan)
+        self._follow(plan, f"{why}, in {time.perf_counter() - start_s:.2f} s")
 
     def _search(self) -> PlanSearch:
         return PlanSearch(
@@ -462,7 +460,8 @@ class Planner:
         )
         return dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, device_peak_nbytes=peak_nbytes))
 
-    def _follow(self, plan: Plan) -> None:
+    def _follow(self, plan: Plan, why: str) -> None:
+        self._say_plan(plan, why)
         self.plan = plan
         self.num_plans += 1
         self._planned_at = self._num_steps
@@ -488,12 +487,34 @@ class Planner:
         return Choice(*meant[0], activation) if meant else dataclasses.replace(line, activation=activation)
 
     # ------------------------------------------------------------------------------------------------- what is said
+    def _say_plan(self, plan: Plan, why: str) -> None:
+        """One line in the log, on the terminal if a face has asked for it, and in the report."""
+        lines = [line for line in plan.units if line.name != REST]
+        activations = _counts(line.activation.value for line in lines)
+        updates = _counts(line.update_on.value for line in lines)
+        when = f"after step {self._num_steps}" if self._num_steps else "before the first step"
+        text = (
+            f"plan {when} ({why}): activations {activations}; updates {updates}; "
+            f"{plan.forecast.step_s:.3g} s a step expected, bound by {plan.forecast.bottleneck}"
+            f"{f' ({plan.note})' if plan.note else ''}"
+        )
+        self.said.append({"after_steps": self._num_steps, "text": text, "forecast": plan.forecast.to_json()})
+        _log.info("%s", text)
+        _log.debug("%s", _Table(plan))
+        if self.on_plan is not None and not _log.isEnabledFor(logging.INFO):
+            self.on_plan(text)
+
     def forecast(self) -> dict[str, Any]:
         """``report()["forecast"]``: of the plan in force; nulls before there is one."""
         if self.plan is None:
             return {"step_s": None, "device_peak_nbytes": None, "bottleneck": None}
         forecast: Forecast = self.plan.forecast
         return forecast.to_json()
+
+
+def _counts(words: Iterable[str]) -> str:
+    """``"4 keep, 1 recompute"``."""
+    return ", ".join(f"{num} {word}" for word, num in collections.Counter(words).items())
 
 
 class _Table:

@@ -8,7 +8,8 @@ those into seconds with a machine profile's rate. Measures nothing.
 Activation bytes: every distinct storage that autograd saves while the unit runs, parameters and attention masks left
 out (a fused attention kernel on the device takes "causal" as a flag). Forward seconds: operations over the machine's
 training rate; a causal attention does half of the square; backward is twice forward (two products for each one).
-Workspace: twice the largest saved tensor, for its gradient and one temporary. Parameters that no single module stands
+Workspace: twice the largest saved tensor, for its gradient and one temporary, and what a part that checkpoints itself
+(a loss that is taken in parts) saves when it is run again. Parameters that no single module stands
 for (the embedding, often tied to the head, and the last norm) stay on the device as one unit, placed last, where the
 loss needs them.
 """
@@ -19,7 +20,7 @@ import logging
 import os
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tieroffload.engine.units import find_units
 from lightning_tieroffload.errors import ConfigError, UnsupportedError
-from lightning_tieroffload.llama_shape import LLAMA_SIZES
+from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape, LlamaSize
 from lightning_tieroffload.planning.profile import MachineProfile, Profile, UnitProfile
 from lightning_tieroffload.whole_file import parse_json
 
@@ -40,6 +41,8 @@ __all__ = ["PRECISIONS", "estimate_profile", "profile_of_model", "read_model_con
 
 _log = logging.getLogger("lightning_tieroffload")
 
+_LOSS_POSITIONS = 2048  # as bench train's model takes the loss
+_MOST_LOSS_PARTS = 1024  # of a batch of millions of tokens parts are larger: each is a walk
 _SLOW_S = 10.0
 """After so long a walk says how far it is, once."""
 
@@ -64,25 +67,12 @@ PRECISIONS = {
 
 
 def read_model_config(source: str) -> Any:
-    """A transformers configuration from a directory, a ``config.json``, or one of the sizes of ``bench train``.
+    """A transformers configuration from a directory or a ``config.json``.
 
     Raises ``ConfigError`` that says what was tried.
     """
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import AutoConfig
 
-    if source in LLAMA_SIZES:
-        size = LLAMA_SIZES[source]
-        return LlamaConfig(
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.num_layers,
-            num_attention_heads=size.num_heads,
-            num_key_value_heads=size.num_kv_heads,
-            head_dim=size.head_size or size.hidden // size.num_heads,
-            vocab_size=size.vocabulary,
-            tie_word_embeddings=size.tied,
-            max_position_embeddings=1 << 20,
-        )
     path = Path(source)
     folder = path.parent if os.path.isfile(path) else path
     file = path if os.path.isfile(path) else path / "config.json"
@@ -124,13 +114,21 @@ def estimate_profile(
 ) -> Profile:
     """The profile of a causal language model from its configuration; see [Note: estimated figures].
 
+    A size of ``bench train`` is its model, whose layers do not checkpoint themselves: a plan says what is recomputed.
     ``batch`` sequences of ``seq`` tokens are one micro-batch. Nothing is downloaded, allocated or computed. Raises
     ``ConfigError`` for a configuration that cannot be read, ``UnsupportedError`` for a forward that needs values.
     """
+    kind = _precision(precision)
+    if source in LLAMA_SIZES:
+        return profile_of_model(
+            lambda: _bench_model(LLAMA_SIZES[source], batch, seq, kind.dtype),
+            lambda: {"ids": torch.zeros(batch, seq, dtype=torch.long)},
+            machine, precision=precision, units=units, batch_key=f"{batch}x{seq}", masked_length=seq,
+            reruns=("_loss",),
+        )  # fmt: skip
     from transformers import AutoModelForCausalLM
 
     config = read_model_config(source)
-    kind = _precision(precision)
     if hasattr(config, "use_cache"):
         config.use_cache = False
 
@@ -150,6 +148,16 @@ def estimate_profile(
     )
 
 
+def _bench_model(shape: LlamaSize, batch: int, seq: int, dtype: torch.dtype) -> LlamaShape:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # fake parameters cannot be converted in place
+    try:
+        parts = max(_LOSS_POSITIONS, batch * seq // _MOST_LOSS_PARTS)
+        return LlamaShape(shape, max_length=seq, recompute=False, loss_positions=parts)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _precision(name: str) -> _Precision:
     if name not in PRECISIONS:
         raise ConfigError(f"precision={name!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
@@ -161,6 +169,7 @@ class _Tally:
     flop: float = 0.0
     saved_nbytes: int = 0
     largest_nbytes: int = 0
+    again_nbytes: int = 0
     boundary_nbytes: int = 0
     first_run: int | None = None
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -173,7 +182,9 @@ class _Walk:
         self.tallies: dict[str, _Tally] = {}
         self.running: list[str] = []
         self.num_runs = 0
+        self._params = frozenset(params)
         self._seen = params
+        self._again: dict[int, torch.Tensor] = {}
         self._counter = counter
         self._masked_length = masked_length
         self._mark = 0.0
@@ -217,11 +228,39 @@ class _Walk:
     def finish(self) -> None:
         self._settle()
 
+    def _is_mask(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-2:] == (self._masked_length,) * 2
+
+    def rerun(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """``inner``, which is called under a checkpoint of the model's own."""
+
+        def run(*args: Any) -> Any:
+            with self._running_again():
+                return inner(*args)
+
+        return run
+
+    @contextmanager
+    def _running_again(self) -> Iterator[None]:
+        """What is saved in here is dropped with it, and comes back when backward runs it again."""
+        self._again.clear()
+        with torch.autograd.graph.saved_tensors_hooks(self._save_again, lambda tensor: tensor):
+            yield
+        tally = self.tally(self.running[-1] if self.running else "")
+        sizes = [tensor.numel() * tensor.element_size() for tensor in self._again.values()]
+        tally.again_nbytes = max(tally.again_nbytes, sum(sizes))
+        tally.largest_nbytes = max([tally.largest_nbytes, *sizes])
+
+    def _save_again(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._params:
+            self._again[key] = tensor
+        return tensor
+
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        is_mask = tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[-2:] == (self._masked_length,) * 2
-        if key not in self._seen and not is_mask:
+        if key not in self._seen and not self._is_mask(tensor):
             self._seen.add(key)
             tally = self.tally(self.running[-1] if self.running else "")
             tally.tensors.append(tensor)  # a freed storage's key could come again
@@ -261,7 +300,9 @@ def _cut(model: nn.Module, units: Any) -> list[_Cut]:
 
 
 @contextmanager
-def _watching(walk: _Walk, model: nn.Module, cuts: list[_Cut]) -> Iterator[None]:
+def _watching(walk: _Walk, model: nn.Module, cuts: list[_Cut], reruns: Sequence[str]) -> Iterator[None]:
+    for name in reruns:
+        setattr(model, name, walk.rerun(getattr(model, name)))
     for cut in cuts:
         if cut.module is None:
             continue
@@ -288,11 +329,13 @@ def profile_of_model(
     units: Any = "auto",
     batch_key: str = "",
     masked_length: int = -1,
+    reruns: Sequence[str] = (),
 ) -> Profile:
     """The profile of the model that ``build`` makes, run once on ``inputs()``, its forward's keywords.
 
     ``build`` is called twice: on the meta device, where parameters are ordinary enough to be cut into units, and under
     fake tensors, which can run forward. ``masked_length``: the sequence length, by which attention masks are known.
+    ``reruns``: the model's methods that its forward calls under a checkpoint of its own.
     """
     kind = _precision(precision)
     with torch.device("meta"):
@@ -303,7 +346,7 @@ def profile_of_model(
         model = build()
         walk = _Walk({p.untyped_storage()._cdata for p in model.parameters()}, counter, masked_length, len(found))
         try:
-            with counter, _watching(walk, model, found):
+            with counter, _watching(walk, model, found, reruns):
                 model(**inputs())
                 walk.finish()
         except RuntimeError as error:
@@ -327,7 +370,10 @@ def profile_of_model(
         profiles.append((order, _unit_profile(unit, tally, kind, rate, is_alone=is_alone)))
     if rest.saved_nbytes + rest.flop > 0:  # a model without a unit for the rest: the loss still takes memory and time
         forward_s = rest.flop / rate
-        loss = UnitProfile("loss", 0, 0, 0, 0, rest.saved_nbytes, forward_s, 2 * forward_s, can_recompute=False)
+        loss = UnitProfile(
+            "loss", 0, 0, 0, 0, rest.saved_nbytes, forward_s, 2 * forward_s,
+            can_recompute=False, can_offload_activation=False,
+        )  # fmt: skip
         profiles.append((walk.num_runs + len(found), loss))
     ordered = tuple(profile for _, profile in sorted(profiles, key=lambda entry: entry[0]))
     return Profile(machine=machine, units=ordered, batch_key=batch_key, source="estimated")
@@ -346,7 +392,7 @@ def _unit_profile(unit: _Cut, tally: _Tally, kind: _Precision, rate: float, *, i
         forward_s=forward_s,
         backward_s=2 * forward_s,
         boundary_nbytes=tally.boundary_nbytes,
-        workspace_nbytes=2 * tally.largest_nbytes,
+        workspace_nbytes=2 * tally.largest_nbytes + tally.again_nbytes,
         update_numel=trained,
         can_stream_param=is_alone,
         can_recompute=is_alone,

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -51,6 +52,7 @@ class Engine(Protocol):
     def planned(self) -> dict[str, Any]: ...
     def timeline(self) -> str | None: ...
     def plan_table(self) -> Any: ...
+    def tell_plans(self, say: Callable[[str], None]) -> None: ...
 
 
 def config_from(settings: Mapping[str, Any]) -> TierOffloadConfig:
@@ -126,7 +128,7 @@ _to_report: weakref.WeakKeyDictionary[Any, TierOffloadConfig] = weakref.WeakKeyD
 
 
 def print_plan_once(engine: Engine) -> None:
-    """Print the plan as a table on stderr, once for each engine."""
+    """Print the plan as a table on stderr, once for each engine; of plans that follow, a line each."""
     if engine in _printed:
         return
     _printed.add(engine)
@@ -139,6 +141,12 @@ def print_plan_once(engine: Engine) -> None:
     if not console.is_terminal:
         console.width = 120  # a log file has no width; the default of 80 breaks the columns
     console.print(engine.plan_table())
+    engine.tell_plans(_print_plan_line)
+
+
+def _print_plan_line(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"tieroffload: {text}", file=sys.stderr)
 
 
 def write_report(engine: Engine, config: TierOffloadConfig) -> None:
