@@ -273,10 +273,13 @@ class HostSpace:
         for segment in block.segments:
             self.store.allocate(segment.name, segment.arena.nbytes)
         block.home = Tier.NVME
+        if not block.segments:
+            self._list(block, Tier.NVME)  # nothing is there yet, as in a new unit
+            return
         self._list(block, Tier.DRAM)
-        block.is_resident = True
-        block.is_dirty = bool(block.segments)
+        block.is_resident = block.is_dirty = True
         self._wait_all(self._claim(block.nbytes, [block], block.shard), "write")
+        self.beside_nbytes = max(0, self.beside_nbytes - block.nbytes)  # where it was until now
         self._charge(block, block.nbytes)
         self.write_behind(block)
 
