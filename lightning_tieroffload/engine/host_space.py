@@ -506,6 +506,11 @@ class HostSpace:
             segment.is_on_flash = False
         self._relist(block, Tier.NVME)
 
+    def drop_content(self, block: HostBlock) -> None:
+        """Nobody needs what flash has of the block: it is not read again, and what comes into its pages is new."""
+        if block.is_paged and not block.is_resident and any(segment.is_on_flash for segment in block.segments):
+            self._discard(block)
+
     # ------------------------------------------------------------------------------------------------- reads
     def _start(
         self,

@@ -1275,6 +1275,10 @@ class Updates:
                 torch._C._set_grad_enabled(False)
                 self._space.wait_update(unit)
                 unit.allot_state({slot.index: state_nbytes(raw, group, slot.param) for slot, group in items})
+                entries = {slot: dict.get(raw.state, slot.param) for slot, _ in items}
+                if not block.is_in_use(entries):
+                    host.drop_content(block)  # all was exchanged: nobody needs what flash may not give back
+                del entries
                 loose = [unit.loose_state(slot, dict.get(raw.state, slot.param)) for slot, _ in items]
                 if any(any(each.values()) for each in loose):
                     self._loose.add(raw)

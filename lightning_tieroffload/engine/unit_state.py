@@ -407,6 +407,20 @@ class HostBlock:
         held = {name: self.tensors.get((slot.index, name)) for name in entry}
         return {name for name, each in held.items() if each is not None and each.tensor is entry[name]}
 
+    def is_in_use(self, entries: Mapping[ParamSlot, Any]) -> bool:
+        """Whether anybody needs the state that the block holds, given what these slots' entries are now."""
+        indices = {slot.index for slot in entries}
+        return (
+            not self.entries.keys() <= indices
+            or any(self.names_in(slot, entry) for slot, entry in entries.items())
+            or any(held.is_held(self.keepers_of(*key)) for key, held in list(self.tensors.items()))
+        )
+
+    def keepers_of(self, index: int, name: str) -> int:
+        """How many of the block's entries refer to a tensor of it."""
+        held = self.tensors[index, name].tensor
+        return int(self.entries.get(index, {}).get(name) is held)
+
     def is_held(self) -> bool:
         """Whether user code refers to an entry of the state or to one of its tensors."""
         if most_refs(self.entries) > _OWN_ENTRY_REFS + 1:  # the optimizer's own mapping
