@@ -257,3 +257,44 @@ def test_steps_without_gradients_and_twice() -> None:
             look(entries=[len(adamw.state), len(sgd.state)])
 
     check(build, loop, FULL)
+
+
+class TwoWidths(nn.Module):
+    """fp32 layers, some with a 16-bit parameter beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        for layer in (self.layers[0], self.layers[2]):
+            layer.scale = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x * layer.scale.float() if hasattr(layer, "scale") else x)
+        return x
+
+
+@pytest.mark.parametrize("first", ["wide", "narrow", "without a gradient"])
+@pytest.mark.parametrize("foreach", [None, True])
+def test_what_torch_takes_from_the_first_parameter_holds_for_all_units(first: str, foreach: bool | None) -> None:
+    """Adafactor without a first eps takes that of the dtype of the first parameter it comes to, for a whole group."""
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        model = TwoWidths()
+        params = sorted(model.parameters(), key=lambda p: (p.dtype is torch.bfloat16) is (first == "wide"))
+        if first == "without a gradient":
+            params[0].requires_grad_(False)
+        half = len(params) // 2
+        groups = [{"params": params[:half]}, {"params": params[half:], "lr": 1e-3, "eps": (1e-3, 1e-3)}]
+        return model, torch.optim.Adafactor(groups, lr=1e-2, foreach=foreach)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for x in batches(3, 4, 8):
+            optimizer.zero_grad()
+            loss = loss_of(model, 1e-3 * x)
+            loss.backward()
+            optimizer.step()
+            look(loss=loss)
+
+    check(build, loop, VARIANTS)

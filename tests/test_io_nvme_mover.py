@@ -509,3 +509,22 @@ def test_transfer_that_is_refused_half_way_leaves_the_memory_alone(
     rig.mover.write("s", memoryview(pattern(100_000, 3)))
     rig.mover.read("s", memoryview(back)).wait()
     assert back == pattern(100_000, 3)
+
+
+def test_what_waited_in_vain_is_served_by_nobody(rig: Rig) -> None:
+    """A read behind a work that failed never had its memory: the other copy is not asked to fill it."""
+    rig.store.allocate("a", 40 * KiB)
+    rig.mover.write("a", memoryview(pattern(40 * KiB))).wait()
+    asked: list[str] = []
+
+    def fail() -> None:
+        raise TierIOError("no room")
+
+    room = rig.scheduler.submit("update", fail, label="make room", may_fail=True)
+    memory = bytearray(40 * KiB)
+    ticket = rig.mover.read("a", memoryview(memory), after=[room], otherwise=lambda: asked.append("a"), may_fail=True)
+    with pytest.raises(TierIOError, match="no room"):
+        ticket.wait()
+    assert asked == []
+    assert memory == bytearray(40 * KiB)
+    assert rig.mover.served_elsewhere == {}

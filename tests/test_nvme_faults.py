@@ -7,6 +7,7 @@ flash did not give back is NaN. Nothing hangs and nothing is left.
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import random
@@ -593,3 +594,70 @@ def test_a_fresh_run_in_the_same_process_after_each_fault(
         step(model, optimizer, x)
     expected, found = take_down(model, [optimizer]), take_down(run.model, [run.optimizer])
     assert all(same_bits(expected[key], found[key]) for key in expected)
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("debug", [[], ["poison"], ["poison", "delays"]], ids=["threads", "poison", "seeded"])
+@pytest.mark.parametrize("is_checkpoint_kept", [False, True])
+def test_lost_state_is_replaced_by_a_checkpoint(
+    tmp_path: Path,
+    plain: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    debug: list[str],
+    is_checkpoint_kept: bool,
+) -> None:
+    """Flash lost some optimizer state for good. Behind reset() and load_state_dict() nobody asks for it any more."""
+    run = Run(tmp_path, debug=debug)
+    run.train(2)
+    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    run.engine.flush()
+    for file in tmp_path.rglob("data-*"):
+        store = run.engine.core.store
+        assert store is not None
+        for unit in run.engine.units:
+            for segment in unit.state_block.segments:
+                for piece in store.pieces_of(segment.name):
+                    damage(file, piece.extent.offset_nbytes)
+    with pytest.raises(ChecksumError):
+        run.finish()
+    run.engine.reset()
+    run.model.load_state_dict(saved[0])
+    run.optimizer.load_state_dict(saved[1])
+    run.optimizer.zero_grad()
+    if not is_checkpoint_kept:
+        del saved
+    del run.losses[2:]
+    run.finish()
+    assert len(run.losses) == NUM_STEPS
+    assert_prefix(run.losses, plain)
+
+
+def damage(file: Path, offset_nbytes: int) -> None:
+    with open(file, "r+b", buffering=0) as opened:
+        opened.seek(offset_nbytes)
+        opened.write(b"\x5a\xa5")
+        os.fsync(opened.fileno())
+
+
+@pytest.mark.parametrize("nth", range(1, 120, 7))
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("device_budget", ["64KiB", "1MiB"])
+def test_a_fault_leaves_memory_without_pages_alone(
+    tmp_path: Path, plain: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, nth: int, verb: str, device_budget: str
+) -> None:
+    """Pages that were given back are not there at all, without poison; what waits for them in vain must not write."""
+    run = Run(tmp_path, debug=[], device_budget=device_budget)
+
+    def on_call(called: str, num: int, path: str) -> None:
+        if called == verb and num == nth:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    FaultyDisk(monkeypatch, on_call=on_call)
+    try:
+        run.finish()
+    except TierIOError as error:
+        run.close_after(error)
+    assert_prefix(run.losses, plain)
+    assert_no_made_up_weights(run)

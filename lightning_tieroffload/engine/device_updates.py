@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -226,12 +226,12 @@ def _is_held(source: DeviceSource) -> bool:
     return False
 
 
-def _refs_in_state(state: dict[Any, Any], p: Any) -> tuple[int, int]:
-    """References to a parameter's entry, and the most to one of its tensors."""
+def _refs_in_state(state: dict[Any, Any], p: Any, without: Container[str] = ()) -> tuple[int, int]:
+    """References to a parameter's entry, and the most to one of its tensors, ``without`` those of these names."""
     entry = dict.get(state, p)
     most = 0
-    for tensor in list(entry.values()) if isinstance(entry, dict) else ():
-        if isinstance(tensor, torch.Tensor):
+    for name, tensor in list(entry.items()) if isinstance(entry, dict) else ():
+        if isinstance(tensor, torch.Tensor) and name not in without:
             most = max(most, sys.getrefcount(tensor))
     return sys.getrefcount(entry) if entry is not None else 0, most
 
@@ -241,20 +241,22 @@ _OWN_REFS_IN_STATE = _refs_in_state({0: {"moment": torch.empty(1, device="cpu")}
 
 def is_state_held(unit: UnitState, slots: Iterable[ParamSlot], state: dict[Any, Any]) -> bool:
     """Whether user code refers to the slots' entries, to their tensors, or to these' memory. No update is under way."""
-    if unit.state_block.is_paged:
-        return unit.state_block.is_held()
+    block = unit.state_block
+    if block.is_held():
+        return True
     parts = {part for parts in unit.state_parts.values() for part in parts}
     if any(part.num_home_aliases() > 0 for part in parts):
         return True
     shared = {part.home_flat.untyped_storage().data_ptr() for part in parts if part.home_flat is not None}
     own_entry_refs, own_tensor_refs = _OWN_REFS_IN_STATE
     for slot in slots:
-        num_entry_refs, num_tensor_refs = _refs_in_state(state, slot.param)
-        if num_entry_refs > own_entry_refs or num_tensor_refs > own_tensor_refs:
+        in_block = block.names_in(slot, dict.get(state, slot.param))
+        num_entry_refs, num_tensor_refs = _refs_in_state(state, slot.param, in_block)
+        if num_entry_refs > own_entry_refs + bool(in_block) or num_tensor_refs > own_tensor_refs:
             return True
         entry = dict.get(state, slot.param)
-        for tensor in entry.values() if isinstance(entry, dict) else ():
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+        for name, tensor in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and name not in in_block:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in shared and storage_owners(storage) > _OWN_STORAGE_OWNERS:
                     return True

@@ -273,10 +273,13 @@ class HostSpace:
         for segment in block.segments:
             self.store.allocate(segment.name, segment.arena.nbytes)
         block.home = Tier.NVME
+        if not block.segments:
+            self._list(block, Tier.NVME)  # nothing is there yet, as in a new unit
+            return
         self._list(block, Tier.DRAM)
-        block.is_resident = True
-        block.is_dirty = bool(block.segments)
+        block.is_resident = block.is_dirty = True
         self._wait_all(self._claim(block.nbytes, [block], block.shard), "write")
+        self.beside_nbytes = max(0, self.beside_nbytes - block.nbytes)  # where it was until now
         self._charge(block, block.nbytes)
         self.write_behind(block)
 
@@ -502,6 +505,11 @@ class HostSpace:
         for segment in block.segments:
             segment.is_on_flash = False
         self._relist(block, Tier.NVME)
+
+    def drop_content(self, block: HostBlock) -> None:
+        """Nobody needs what flash has of the block: it is not read again, and what comes into its pages is new."""
+        if block.is_paged and not block.is_resident and any(segment.is_on_flash for segment in block.segments):
+            self._discard(block)
 
     # ------------------------------------------------------------------------------------------------- reads
     def _start(

@@ -272,6 +272,7 @@ class _Core:
         engine = next((e for ref in self.engines if (e := ref()) is not None), None)
         if self.store is not None and engine is not None:
             engine._assign_state(optimizer)
+            self.updates.hold_loose_state(optimizer)
             with self.space.lock:
                 self.space.host.hold_served()
                 self.space.host.note_beside(engine._dram_nbytes() - self.space.host.used_nbytes)
@@ -427,14 +428,19 @@ class _Core:
         on_flash = [need for need in needs if need.choice.param_home is Tier.NVME]
         self.space.host.forward_nbytes = max((need.param_nbytes for need in on_flash), default=0)
         self.space.host.pass_nbytes = least_room_nbytes(dataclasses.replace(need, state_nbytes=0) for need in needs)
+        has_state_left = False
         for unit, need in zip(units, needs, strict=False):  # the new ones come last
             if need.choice != unit.choice:
+                has_state_left |= need.choice.state_home is Tier.NVME and not unit.state_block.is_paged
                 self.space.settle_home(unit, to_write=True)
                 for record in unit.grads:
                     record.ticket.wait()
                 self.space.host.rehome(unit, need.choice)
                 if not unit.grad_block.segments:  # no gradient has come yet
                     self.space.host.reserve(unit.grad_block, need.grad_nbytes)
+                unit.allot_state({})
+        for optimizer in self._adopted() if has_state_left else ():
+            self.updates.hold_state(optimizer)
         return choices[len(units) :]
 
     def _check_flash(self, need_nbytes: int) -> None:
@@ -893,6 +899,9 @@ class OffloadEngine:
         for each in inner:
             self._remember(each)
         self._remember(optimizer)
+        if self.core.store is not None:
+            for each in inner or [optimizer]:  # it may have stepped, or been loaded, before
+                self.updates.hold_state(each)
         return optimizer
 
     def _assign_state(self, optimizer: Optimizer) -> None:
@@ -1257,8 +1266,10 @@ class OffloadEngine:
                     slot = managed_slot(p)
                     if slot is not None and isinstance(entry, dict):
                         held = slot.unit.state_block.tensors
+                        loose = slot.unit.loose_state(slot, entry)
                         for name, value in list(entry.items()):
-                            if isinstance(value, torch.Tensor):
+                            # What a user refers to counts as his where its home is flash.
+                            if isinstance(value, torch.Tensor) and not loose.get(name):
                                 kept = held.get((slot.index, name)) if held else None
                                 total += value.nbytes if kept is None or kept.tensor is not value else 0
         return total

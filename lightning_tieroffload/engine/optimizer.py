@@ -72,6 +72,8 @@ _PER_PARAMETER = frozenset(
     if hasattr(torch.optim, name)
 )  # fmt: skip
 
+_ADAFACTOR = getattr(torch.optim, "Adafactor", None)
+
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
@@ -664,6 +666,9 @@ class Updates:
         self._find_kernel = find_kernel
         self._make_pool = make_pool
         self._pool: Any = None
+        self._loose: weakref.WeakSet[Optimizer] = (
+            weakref.WeakSet()
+        )  # some of their state is not at home, being a user's
         self._compiled_for: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._on_device = DeviceUpdates(space, self._get_pool)
         self._streamed = StreamedUpdates(space, submit_streamed, self._get_pool)
@@ -770,6 +775,10 @@ class Updates:
     def _order_updates(self, raw: Optimizer, cls: type[Optimizer]) -> None:
         device = self._space.device
         groups = [_frozen_group(group, device) for group in raw.param_groups]
+        if cls is _ADAFACTOR:
+            groups = [
+                self._with_eps(group, raw_group) for group, raw_group in zip(groups, raw.param_groups, strict=True)
+            ]
         by_unit: dict[UnitState, list[tuple[ParamSlot, int]]] = {}
         rest: list[dict[str, Any]] = []
         for index, group in enumerate(raw.param_groups):
@@ -782,11 +791,30 @@ class Updates:
                     by_unit.setdefault(slot.unit, []).append((slot, index))
                     if not dict.__contains__(raw.state, p):
                         dict.__setitem__(raw.state, p, {})  # entries come in the plain run's order, not the updates'
-            rest.append({**{k: v for k, v in group.items() if k != "params"}, "params": unmanaged})
+            eps = {"eps": groups[index]["eps"]} if cls is _ADAFACTOR else {}
+            rest.append({**{k: v for k, v in group.items() if k != "params"}, **eps, "params": unmanaged})
         if any(group["params"] for group in rest):
             _inner_step(cls)(_clone(raw, cls, rest, {}))
         with outside_transforms():
             self._order_unit_updates(raw, cls, by_unit, groups)
+
+    def _with_eps(self, group: dict[str, Any], raw_group: dict[str, Any]) -> dict[str, Any]:
+        """Adafactor's first ``eps`` where none is given: of the dtype that torch comes to first, for all of a group."""
+        first, second = group["eps"]
+        if first is not None:
+            return group
+        dtypes = [p.dtype for p in raw_group["params"] if self._has_grad(p)]
+        if len(set(dtypes)) < 2:
+            return group
+        dtype = dtypes[0]
+        if group["foreach"]:
+            empty: Any = [torch.empty(0, dtype=each, device="cpu") for each in dtypes]
+            dtype = next(iter(Optimizer._group_tensors_by_device_and_dtype([empty])))[1] or dtype
+        return {**group, "eps": (torch.finfo(dtype).eps, second)}
+
+    def _has_grad(self, p: torch.Tensor) -> bool:
+        slot = managed_slot(p)
+        return p.grad is not None if slot is None else self._gradients.has_grad(slot)
 
     def _order_unit_updates(
         self,
@@ -1327,12 +1355,19 @@ class Updates:
         for key, value in clone.__dict__.items():
             if key not in _NOT_MIRRORED:
                 raw.__dict__[key] = _remapped(value, back)
-        self._hold_loaded(raw)
+        self.hold_state(raw)
         for post_hook in raw._optimizer_load_state_dict_post_hooks.values():
             post_hook(raw)
 
-    def _hold_loaded(self, raw: Optimizer) -> None:
-        """Loaded state goes to flash unit by unit, where it is at home there."""
+    def hold_state(self, raw: Optimizer) -> None:
+        """State that was loaded, or was there before its home was flash, goes there unit by unit.
+
+        What somebody else refers to, as to a checkpoint that was loaded, is his until he lets go: that is asked again
+        before each step.
+        """
+        self._loose.discard(raw)
+        if not self.runs_per_unit(raw):
+            return
         by_unit: dict[UnitState, list[tuple[ParamSlot, dict[str, Any]]]] = {}
         for group in raw.param_groups:
             for p in group["params"]:
@@ -1345,13 +1380,25 @@ class Updates:
                 torch._C._set_grad_enabled(False)
                 self._space.wait_update(unit)
                 unit.allot_state({slot.index: state_nbytes(raw, group, slot.param) for slot, group in items})
-                if not block.segments:
+                entries = {slot: dict.get(raw.state, slot.param) for slot, _ in items}
+                if not block.is_in_use(entries):
+                    host.drop_content(block)  # all was exchanged: nobody needs what flash may not give back
+                del entries
+                loose = [unit.loose_state(slot, dict.get(raw.state, slot.param)) for slot, _ in items]
+                if any(any(each.values()) for each in loose):
+                    self._loose.add(raw)
+                if all(all(each.values()) for each in loose):
                     continue
                 host.bring_in_for_user(block)
                 for slot, _ in items:
                     unit.hold_state(slot, dict.get(raw.state, slot.param))
                 host.note_written(block)
                 host.write_behind(block)
+
+    def hold_loose_state(self, raw: Optimizer) -> None:
+        """``hold_state`` where some was left."""
+        if raw in self._loose:
+            self.hold_state(raw)
 
     @property
     def passing_nbytes(self) -> int:

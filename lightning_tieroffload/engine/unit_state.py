@@ -293,6 +293,32 @@ _OWN_TENSOR_REFS = _StateTensor(torch.empty(1, device="cpu")).num_refs()
 _OWN_ENTRY_REFS = most_refs({0: {}})
 
 
+def _refs_in_entry(entry: dict[str, Any], name: str) -> tuple[int, int]:
+    """References to one of an entry's tensors, and tensors on its memory."""
+    return sys.getrefcount(entry[name]), storage_owners(entry[name].untyped_storage())
+
+
+_OWN_REFS_IN_ENTRY = _refs_in_entry({"moment": torch.empty(1, device="cpu")}, "moment")
+
+
+def _is_users(entry: dict[str, Any], name: str) -> bool:
+    """Whether anybody but the entry refers to its tensor of that name, or to that tensor's memory."""
+    num_refs, num_owners = _refs_in_entry(entry, name)
+    return num_refs > _OWN_REFS_IN_ENTRY[0] or num_owners > _OWN_REFS_IN_ENTRY[1]
+
+
+def _fits_slot(slot: ParamSlot, value: Any) -> bool:
+    """Whether the state block has a place for such an entry of the slot's state."""
+    return (
+        type(value) is torch.Tensor
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and value.shape == slot.shape
+        and value.stride() == slot.stride
+        and not value.requires_grad
+    )
+
+
 class HostBlock:
     """A unit's host memory of one role. See [Note: host blocks]. ``HostSpace`` writes all but the layout."""
 
@@ -373,6 +399,27 @@ class HostBlock:
         tensor = memory.tensor(dtype, (slot.numel,)).as_strided(slot.shape, slot.stride)
         self.tensors[key] = _StateTensor(tensor)
         return tensor
+
+    def names_in(self, slot: ParamSlot, entry: Any) -> set[str]:
+        """Names in a slot's entry whose tensors lie in the block. Then ``entries`` has the entry too."""
+        if self.entries.get(slot.index) is not entry or entry is None:
+            return set()
+        held = {name: self.tensors.get((slot.index, name)) for name in entry}
+        return {name for name, each in held.items() if each is not None and each.tensor is entry[name]}
+
+    def is_in_use(self, entries: Mapping[ParamSlot, Any]) -> bool:
+        """Whether anybody needs the state that the block holds, given what these slots' entries are now."""
+        indices = {slot.index for slot in entries}
+        return (
+            not self.entries.keys() <= indices
+            or any(self.names_in(slot, entry) for slot, entry in entries.items())
+            or any(held.is_held(self.keepers_of(*key)) for key, held in list(self.tensors.items()))
+        )
+
+    def keepers_of(self, index: int, name: str) -> int:
+        """How many of the block's entries refer to a tensor of it."""
+        held = self.tensors[index, name].tensor
+        return int(self.entries.get(index, {}).get(name) is held)
 
     def is_held(self) -> bool:
         """Whether user code refers to an entry of the state or to one of its tensors."""
@@ -726,6 +773,7 @@ class UnitState:
         # By kind of state and slot: several slots share one, and a slot of several optimizers has several. Whoever
         # updates the unit makes them, in its thread; those that have ever been asked onto the device are listed.
         self.state_parts: dict[tuple[str, int], list[Part]] = {}
+        self._state_nbytes_of: dict[int, int] = {}  # what optimizers will keep of each slot, by index
         self.device_state: list[Part] = []
         self.wire_state = WireState.WATCHING if any(p.castable for p in self.full_parts) else WireState.REFUSED
         self.is_wire_refused = False  # it was read otherwise, and so travels in full from the next step on
@@ -818,8 +866,12 @@ class UnitState:
         return None
 
     def allot_state(self, nbytes_of: dict[int, int]) -> None:
-        """Map what the optimizer will keep of these slots (by index), where the home of the state is flash."""
-        wanted = {index: nbytes for index, nbytes in nbytes_of.items() if index not in self.state_block.allotted}
+        """Map what the optimizer will keep of these slots (by index), where the home of the state is flash.
+
+        Where it is not, that is remembered until it is.
+        """
+        self._state_nbytes_of.update(nbytes_of)
+        wanted = {i: nbytes for i, nbytes in self._state_nbytes_of.items() if i not in self.state_block.allotted}
         if not self.state_block.is_paged or not any(wanted.values()):
             return
         # Untouched, so it takes no memory yet.
@@ -830,29 +882,36 @@ class UnitState:
         self.state_block.allotted.update(dict.fromkeys(wanted, arena))
 
     def hold_state(self, slot: ParamSlot, entry: Any) -> None:
-        """Move dense tensors of an optimizer's entry into the state block, where there is one. Called by the update."""
+        """Move dense tensors of an optimizer's entry into the state block, where there is one. Called by the update.
+
+        One that somebody else refers to stays where he has it until he lets go. See [Note: looked-at state].
+        """
         block = self.state_block
         if slot.index not in block.allotted or not isinstance(entry, dict):
             return
         if block.entries.get(slot.index) is not entry:
             block.entries.pop(slot.index, None)  # exchanged (a load): what it held may be used again
-        for name, value in entry.items():
+        for name in list(entry):
             held = block.tensors.get((slot.index, name))
-            if held is not None and held.tensor is value:
+            if held is not None and held.tensor is entry[name]:
                 block.entries[slot.index] = entry
-                continue
-            if (
-                type(value) is torch.Tensor
-                and value.layout == torch.strided
-                and value.device.type == "cpu"
-                and value.shape == slot.shape
-                and value.stride() == slot.stride
-                and not value.requires_grad
-            ):
-                target = block.take_state(slot, name, value.dtype)
+            elif _fits_slot(slot, entry[name]) and not _is_users(entry, name):
+                target = block.take_state(slot, name, entry[name].dtype)
                 if target is not None:
-                    entry[name] = target.copy_(value)
+                    entry[name] = target.copy_(entry[name])
                     block.entries[slot.index] = entry
+
+    def loose_state(self, slot: ParamSlot, entry: Any) -> dict[str, bool]:
+        """Names of an entry's tensors that ``hold_state`` has not moved, and whether that is because of a user."""
+        block = self.state_block
+        if slot.index not in block.allotted or not isinstance(entry, dict):
+            return {}
+        in_block = block.names_in(slot, entry)
+        return {
+            name: _is_users(entry, name)
+            for name in list(entry)
+            if name not in in_block and _fits_slot(slot, entry[name])
+        }
 
     def lose_state(self) -> None:
         """Flash did not give the state back: no number is better than a wrong one."""

@@ -23,7 +23,7 @@ from typing import Any, Generic, Literal, TypeVar
 from lightning_tieroffload.concepts import Ticket
 from lightning_tieroffload.errors import TierIOError
 from lightning_tieroffload.io.extent_store import ExtentStore, ReadVersion, WriteVersion
-from lightning_tieroffload.io.scheduler import LaneExecutor, LaneSpec, Scheduler, TransferTicket, WorkCancelledError
+from lightning_tieroffload.io.scheduler import LaneExecutor, LaneSpec, Scheduler, TransferTicket
 
 __all__ = ["NvmeMover"]
 
@@ -140,14 +140,16 @@ class NvmeMover:
         """Fill ``memory`` (exactly the shard's bytes) from flash, checked.
 
         If that fails and ``otherwise`` is given, it is called to fill ``memory`` from another valid copy, with one
-        warning per shard; without it the ticket fails, with ``ChecksumError`` or another ``TierIOError``.
+        warning per shard; without it the ticket fails, with ``ChecksumError`` or another ``TierIOError``. Where one of
+        ``after`` fails, nobody touches ``memory``.
         """
         memory = self._checked(name, memory)
         pieces = _Pieces(self._scheduler, name, lambda: self._store.begin_read(name))
 
         def serve_elsewhere(error: BaseException) -> None:
             error = pieces.failure or error
-            if otherwise is None or isinstance(error, WorkCancelledError):
+            # Where no piece has run what came before has failed, and so `memory` may have no pages to be filled.
+            if otherwise is None or pieces.failure is None:
                 raise error
             try:
                 otherwise()
