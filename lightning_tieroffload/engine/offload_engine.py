@@ -1204,24 +1204,25 @@ class OffloadEngine:
                 continue  # not taken yet
             record = unit.grads[slot.index]
             grad = raw_grad(p)
-            if record.place.is_ours and not host.is_lost(unit.grad_block):
-                sum_before = self.gradients.host_value(slot).clone()
-                # One may not have left yet.
-                grad = sum_before if grad is None else sum_before.to(grad.device).add_(grad)
             with torch._C._InferenceMode(False):
                 torch._C._set_grad_enabled(False)
+                if record.place.is_ours and not host.is_lost(unit.grad_block):
+                    sum_before = self.gradients.host_value(slot).clone()
+                    # One may not have left yet.
+                    grad = sum_before if grad is None else sum_before.to(grad.device).add_(grad)
                 if is_lost:  # flash did not give it back: no number is better than a wrong one
                     values = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu")
                     values.fill_(float("nan") if slot.dtype.is_floating_point or slot.dtype.is_complex else 0)
                 else:
                     values = unit.read_home(slot).clone()  # strides and all
+                grad = None if grad is None else grad.to(values.device)
             set_raw_grad(p, None)
             p.__class__ = nn.Parameter
             p.__dict__.pop("_tieroffload_slot", None)
             set_raw_data(p, values)
             slot.left_in = values.untyped_storage()._cdata
             if grad is not None:
-                p.grad = grad.to(values.device)
+                p.grad = grad
         self.space.remove(unit)
         unit.close()
         self.units.remove(unit)

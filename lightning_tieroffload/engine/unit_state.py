@@ -638,7 +638,7 @@ class Part:
         """(device, DRAM) tensors whose copies make the part. May make the DRAM side first, where it is not kept."""
         if self.home_flat is not None:
             return [(self.flat, self.home_flat)]
-        source = torch.zeros(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device="cpu")
+        source = self._new_host_flat().zero_()  # the padding travels too
         for index, slot in enumerate(self.slots):
             source.as_strided(slot.shape, slot.stride, self.offsets[index]).copy_(self.unit.read_home(slot))
         return [(self.flat, source)]
@@ -647,8 +647,13 @@ class Part:
         """((DRAM, device) tensors, a DRAM tensor to hand to ``finish_download`` once the copy has landed, or None)."""
         if self.home_flat is not None:
             return [(self.home_flat, self.flat)], None
-        landing = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device="cpu")
+        landing = self._new_host_flat()
         return [(landing, self.flat)], landing
+
+    def _new_host_flat(self) -> torch.Tensor:
+        """Host memory of the part's layout, which copies may write wherever inference mode is on."""
+        with torch._C._InferenceMode(False):
+            return torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device="cpu")
 
     def finish_download(self, landing: torch.Tensor) -> None:
         for index, slot in enumerate(self.slots):
