@@ -274,6 +274,7 @@ class HostSpace:
             self.store.allocate(segment.name, segment.arena.nbytes)
         block.home = Tier.NVME
         self._list(block, Tier.DRAM)
+        self.beside_nbytes -= block.nbytes  # it counts among those that come and go
         block.is_resident = True
         block.is_dirty = bool(block.segments)
         self._wait_all(self._claim(block.nbytes, [block], block.shard), "write")
@@ -285,6 +286,7 @@ class HostSpace:
         self.bring_in(block, to_write=True)
         self.room_nbytes -= block.nbytes
         self._unlist(block)
+        self.beside_nbytes += block.nbytes
         self._table.remove(block.shard)
         for segment in block.segments:
             self._forget(segment)

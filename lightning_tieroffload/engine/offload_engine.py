@@ -274,7 +274,12 @@ class _Core:
             engine._assign_state(optimizer)
             with self.space.lock:
                 self.space.host.hold_served()
-                self.space.host.note_beside(engine._dram_nbytes() - self.space.host.used_nbytes)
+                self._note_beside()
+
+    def _note_beside(self) -> None:
+        engine = next((e for ref in self.engines if (e := ref()) is not None), None)
+        if engine is not None:
+            self.space.host.note_beside(engine._dram_nbytes() - self.space.host.used_nbytes)
 
     # ------------------------------------------------------------------------------------------------- the plan
     def placements(self, unit: UnitState) -> set[Placement]:
@@ -427,6 +432,7 @@ class _Core:
         on_flash = [need for need in needs if need.choice.param_home is Tier.NVME]
         self.space.host.forward_nbytes = max((need.param_nbytes for need in on_flash), default=0)
         self.space.host.pass_nbytes = least_room_nbytes(dataclasses.replace(need, state_nbytes=0) for need in needs)
+        self._note_beside()
         for unit, need in zip(units, needs, strict=False):  # the new ones come last
             if need.choice != unit.choice:
                 self.space.settle_home(unit, to_write=True)
@@ -854,9 +860,12 @@ class OffloadEngine:
     def _watch_unit(self, unit: UnitState) -> None:
         """A parameter may have been unfrozen since."""
         if unit.num_watched != len(unit.slots):
-            for slot in unit.slots:
-                if slot.param.requires_grad and slot not in self._grad_handles:
-                    slot.owner._watch(slot)  # type: ignore[attr-defined]
+            fresh = [slot for slot in unit.slots if slot.param.requires_grad and slot not in self._grad_handles]
+            if fresh:
+                with self.space.lock:
+                    self.core.assign()  # before their gradients come; refused, it is refused again the next time
+            for slot in fresh:
+                slot.owner._watch(slot)  # type: ignore[attr-defined]
             unit.num_watched = sum(slot in self._grad_handles for slot in unit.slots)
 
     def set_accumulating(self, flag: bool) -> None:
@@ -1177,7 +1186,7 @@ class OffloadEngine:
             lambda: host.let_go(unit.state_block),
             lambda: self.space.settle_home(unit),
             lambda: host.lease([unit.param_block]),
-            lambda: host.lease([unit.grad_block]) if unit.has_host_grads() else None,
+            lambda: host.let_go(unit.grad_block) if unit.has_host_grads() else None,
         ]
         for bring in steps:
             try:
@@ -1428,7 +1437,10 @@ def _need_of(unit: UnitState, state_nbytes: int, *, is_whole: bool) -> HostNeed:
     params = [(slot.name, slot.param) for slot in unit.slots]
     need = _need(unit.name, params, castable, unit.device, state_nbytes, unit.choice)
     stays = frozenset(block.role for block in unit.blocks if block.stays)
-    return dataclasses.replace(need, is_whole=is_whole, stays=stays)
+    # Those of parameters that were unfrozen since have mappings of their own: more pages than one mapping for all.
+    missing_nbytes = sum(round_up(nbytes, _PAGE_NBYTES) for nbytes in unit.missing_grads_nbytes())
+    grad_nbytes = max(need.grad_nbytes, unit.grad_block.nbytes - need.grad_spare_nbytes + missing_nbytes)
+    return dataclasses.replace(need, is_whole=is_whole, stays=stays, grad_nbytes=grad_nbytes)
 
 
 def _with_state_on_flash(needs: Sequence[HostNeed]) -> list[HostNeed]:

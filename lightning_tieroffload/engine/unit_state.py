@@ -1090,6 +1090,16 @@ class UnitState:
             and (s is slot or (s.param.requires_grad and s.castable == slot.castable))
         ]  # fmt: skip
 
+    def missing_grads_nbytes(self) -> list[int]:
+        """Bytes of each mapping that comes with the first gradients of trainable parameters that have had none yet."""
+        have = {index for index, _ in self._host_grads}
+        nbytes_of: dict[tuple[torch.dtype, bool], int] = {}
+        for slot in self.slots:
+            if slot.param.requires_grad and slot.index not in have:
+                kind = (slot.dtype, slot.castable)
+                nbytes_of[kind] = nbytes_of.get(kind, 0) + round_up(slot.numel * slot.dtype.itemsize, _GRAIN_NBYTES)
+        return list(nbytes_of.values())
+
     def more_for_wide_grad_nbytes(self, slot: ParamSlot) -> int:
         """What ``running_dram_nbytes`` grows by when the slot's gradient, expected in 16 bits, comes in full width."""
         if (slot.index, slot.dtype) in self._host_grads:
