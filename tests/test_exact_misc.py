@@ -1059,3 +1059,36 @@ def test_numba_kernel_equals_itself_everywhere(name: str) -> None:
         second = [k for k in expected if "exp_avg_sq" in k and expected[k].numel() % 16 == 0]
         assert second
         assert all(same_bits(expected[k], actual[k]) for k in second)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16 casts"])
+def test_what_leaves_in_inference_mode_can_be_trained_on(kind: str) -> None:
+    """Weights written by the user leave the device in a validation under inference_mode, in whatever form; and the
+    model that is closed in there trains on."""
+    is_cast = kind != "fp32"
+
+    def loop(model: nn.Module, optimizer: Any, look: Look) -> None:
+        for step in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                loss = mlp_loss(model, batches(1, seed=step)[0])
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.99)
+            with torch.inference_mode():  # outside autocast: the full weights come to the device, one after the other
+                inferred = model(batches(1, seed=100)[0]).sum().clone()
+            look(loss=loss, inferred=inferred)
+        optimizer.zero_grad()
+        mlp_loss(model, batches(1, seed=9)[0]).backward()
+        with torch.inference_mode():
+            look.close()
+        for p in model.parameters():
+            assert not p.is_inference()
+            assert not p.grad.is_inference()
+            p.grad.mul_(0.5)  # refused for an inference tensor
+        optimizer.step()
+        look()
+
+    check(with_adamw(lambda: mlp(4)), loop, FULL)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import FULL, POISON, QUICK, SLOW, Variant, attach, check, run, same_bits, take_down
+from exactness import FULL, POISON, QUICK, SLOW, Variant, assert_exact, attach, check, run, same_bits, take_down
 from fakes import Stack, adamw_gpt, batches, gpt_steps, mlp, mlp_loss
 from loopkit import ROOT
 from torch.nn.utils import clip_grad_norm_
@@ -479,6 +479,51 @@ def test_a_budget_that_cannot_work_names_the_least(tmp_path: Path) -> None:
         attach(model, optimizer, Variant(), nvme_paths=[tmp_path], dram_budget=least, nvme_budget=100 * KiB)
     assert caught.value.tier == "nvme"
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("in_optimizer", [True, False], ids=["stepped", "not stepped"])
+@pytest.mark.parametrize("home", ["least", "some", "state"])
+def test_unfrozen_in_the_middle(tmp_path: Path, home: str, in_optimizer: bool) -> None:
+    """Gradients that nobody planned for: room is made for them, or an error says the budget that has it, which works.
+
+    Never is DRAM held beyond the budget.
+    """
+
+    def build() -> Any:
+        model = mlp(6)
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.endswith("bias"))
+        return model, torch.optim.SGD([p for p in model.parameters() if in_optimizer or p.requires_grad], lr=1e-2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for index, x in enumerate(batches(4)):
+            if index == 1:
+                model.requires_grad_(True)
+            else:
+                optimizer.zero_grad()
+            loss = mlp_loss(model, x)
+            loss.backward()
+            optimizer.step()
+            look(loss=loss)
+
+    budget = least_dram(build, tmp_path) + {"least": 0, "some": 40 * KiB, "state": 140 * KiB}[home]
+    plain = run(build, loop)
+    num_refused = 0
+    while True:
+        try:
+            ours = run(build, loop, FULL[0], num_expected=4, nvme_paths=[tmp_path], dram_budget=budget)
+        except InfeasiblePlanError as error:
+            assert error.tier == "dram"
+            assert error.least_budget_nbytes is not None
+            assert error.least_budget_nbytes > budget
+            budget = error.least_budget_nbytes
+            num_refused += 1
+            assert os.listdir(tmp_path) == []
+            continue
+        break
+    assert_exact(plain, ours)
+    assert bool(num_refused) == (home == "least")
+    assert_dram_kept(ours.reports[-1])
 
 
 def need(name: str, param: int, state: int, grad: int) -> HostNeed:

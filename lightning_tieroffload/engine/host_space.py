@@ -288,6 +288,7 @@ class HostSpace:
         self.bring_in(block, to_write=True)
         self.room_nbytes -= block.nbytes
         self._unlist(block)
+        self.beside_nbytes += block.nbytes
         self._table.remove(block.shard)
         for segment in block.segments:
             self._forget(segment)

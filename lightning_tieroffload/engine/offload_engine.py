@@ -275,7 +275,12 @@ class _Core:
             self.updates.hold_loose_state(optimizer)
             with self.space.lock:
                 self.space.host.hold_served()
-                self.space.host.note_beside(engine._dram_nbytes() - self.space.host.used_nbytes)
+                self._note_beside()
+
+    def _note_beside(self) -> None:
+        engine = next((e for ref in self.engines if (e := ref()) is not None), None)
+        if engine is not None:
+            self.space.host.note_beside(engine._dram_nbytes() - self.space.host.used_nbytes)
 
     # ------------------------------------------------------------------------------------------------- the plan
     def placements(self, unit: UnitState) -> set[Placement]:
@@ -428,6 +433,7 @@ class _Core:
         on_flash = [need for need in needs if need.choice.param_home is Tier.NVME]
         self.space.host.forward_nbytes = max((need.param_nbytes for need in on_flash), default=0)
         self.space.host.pass_nbytes = least_room_nbytes(dataclasses.replace(need, state_nbytes=0) for need in needs)
+        self._note_beside()
         has_state_left = False
         for unit, need in zip(units, needs, strict=False):  # the new ones come last
             if need.choice != unit.choice:
@@ -865,9 +871,12 @@ class OffloadEngine:
     def _watch_unit(self, unit: UnitState) -> None:
         """A parameter may have been unfrozen since."""
         if unit.num_watched != len(unit.slots):
-            for slot in unit.slots:
-                if slot.param.requires_grad and slot not in self._grad_handles:
-                    slot.owner._watch(slot)  # type: ignore[attr-defined]
+            fresh = [slot for slot in unit.slots if slot.param.requires_grad and slot not in self._grad_handles]
+            if fresh:
+                with self.space.lock:
+                    self.core.assign()  # before their gradients come; refused, it is refused again the next time
+            for slot in fresh:
+                slot.owner._watch(slot)  # type: ignore[attr-defined]
             unit.num_watched = sum(slot in self._grad_handles for slot in unit.slots)
 
     def set_accumulating(self, flag: bool) -> None:
@@ -1191,7 +1200,7 @@ class OffloadEngine:
             lambda: host.let_go(unit.state_block),
             lambda: self.space.settle_home(unit),
             lambda: host.lease([unit.param_block]),
-            lambda: host.lease([unit.grad_block]) if unit.has_host_grads() else None,
+            lambda: host.let_go(unit.grad_block) if unit.has_host_grads() else None,
         ]
         for bring in steps:
             try:
@@ -1218,24 +1227,25 @@ class OffloadEngine:
                 continue  # not taken yet
             record = unit.grads[slot.index]
             grad = raw_grad(p)
-            if record.place.is_ours and not host.is_lost(unit.grad_block):
-                sum_before = self.gradients.host_value(slot).clone()
-                # One may not have left yet.
-                grad = sum_before if grad is None else sum_before.to(grad.device).add_(grad)
             with torch._C._InferenceMode(False):
                 torch._C._set_grad_enabled(False)
+                if record.place.is_ours and not host.is_lost(unit.grad_block):
+                    sum_before = self.gradients.host_value(slot).clone()
+                    # One may not have left yet.
+                    grad = sum_before if grad is None else sum_before.to(grad.device).add_(grad)
                 if is_lost:  # flash did not give it back: no number is better than a wrong one
                     values = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu")
                     values.fill_(float("nan") if slot.dtype.is_floating_point or slot.dtype.is_complex else 0)
                 else:
                     values = unit.read_home(slot).clone()  # strides and all
+                grad = None if grad is None else grad.to(values.device)
             set_raw_grad(p, None)
             p.__class__ = nn.Parameter
             p.__dict__.pop("_tieroffload_slot", None)
             set_raw_data(p, values)
             slot.left_in = values.untyped_storage()._cdata
             if grad is not None:
-                p.grad = grad.to(values.device)
+                p.grad = grad
         self.space.remove(unit)
         unit.close()
         self.units.remove(unit)
@@ -1448,7 +1458,10 @@ def _need_of(unit: UnitState, state_nbytes: int, *, is_whole: bool) -> HostNeed:
     params = [(slot.name, slot.param) for slot in unit.slots]
     need = _need(unit.name, params, castable, unit.device, state_nbytes, unit.choice)
     stays = frozenset(block.role for block in unit.blocks if block.stays)
-    return dataclasses.replace(need, is_whole=is_whole, stays=stays)
+    # Those of parameters that were unfrozen since have mappings of their own: more pages than one mapping for all.
+    missing_nbytes = sum(round_up(nbytes, _PAGE_NBYTES) for nbytes in unit.missing_grads_nbytes())
+    grad_nbytes = max(need.grad_nbytes, unit.grad_block.nbytes - need.grad_spare_nbytes + missing_nbytes)
+    return dataclasses.replace(need, is_whole=is_whole, stays=stays, grad_nbytes=grad_nbytes)
 
 
 def _with_state_on_flash(needs: Sequence[HostNeed]) -> list[HostNeed]:

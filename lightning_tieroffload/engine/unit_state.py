@@ -686,7 +686,7 @@ class Part:
         """(device, DRAM) tensors whose copies make the part. May make the DRAM side first, where it is not kept."""
         if self.home_flat is not None:
             return [(self.flat, self.home_flat)]
-        source = torch.zeros(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device="cpu")
+        source = self._new_host_flat().zero_()  # the padding travels too
         for index, slot in enumerate(self.slots):
             source.as_strided(slot.shape, slot.stride, self.offsets[index]).copy_(self.unit.read_home(slot))
         return [(self.flat, source)]
@@ -695,8 +695,13 @@ class Part:
         """((DRAM, device) tensors, a DRAM tensor to hand to ``finish_download`` once the copy has landed, or None)."""
         if self.home_flat is not None:
             return [(self.home_flat, self.flat)], None
-        landing = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device="cpu")
+        landing = self._new_host_flat()
         return [(landing, self.flat)], landing
+
+    def _new_host_flat(self) -> torch.Tensor:
+        """Host memory of the part's layout, which copies may write wherever inference mode is on."""
+        with torch._C._InferenceMode(False):
+            return torch.empty(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device="cpu")
 
     def finish_download(self, landing: torch.Tensor) -> None:
         for index, slot in enumerate(self.slots):
@@ -1144,6 +1149,16 @@ class UnitState:
             if (s.index, dtype) not in self._host_grads and s.dtype == slot.dtype
             and (s is slot or (s.param.requires_grad and s.castable == slot.castable))
         ]  # fmt: skip
+
+    def missing_grads_nbytes(self) -> list[int]:
+        """Bytes of each mapping that comes with the first gradients of trainable parameters that have had none yet."""
+        have = {index for index, _ in self._host_grads}
+        nbytes_of: dict[tuple[torch.dtype, bool], int] = {}
+        for slot in self.slots:
+            if slot.param.requires_grad and slot.index not in have:
+                kind = (slot.dtype, slot.castable)
+                nbytes_of[kind] = nbytes_of.get(kind, 0) + round_up(slot.numel * slot.dtype.itemsize, _GRAIN_NBYTES)
+        return list(nbytes_of.values())
 
     def more_for_wide_grad_nbytes(self, slot: ParamSlot) -> int:
         """What ``running_dram_nbytes`` grows by when the slot's gradient, expected in 16 bits, comes in full width."""
