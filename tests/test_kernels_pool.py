@@ -580,3 +580,32 @@ def test_mpr_04_threads_stay_on_the_cpus_that_they_are_given() -> None:
     assert seen
     assert all(cpus == {cpu} for cpus in seen)
     assert os.sched_getaffinity(0) == mine
+
+
+def test_what_work_refers_to_is_free_when_the_job_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is late to let go of a job would count as a user of the optimizer state that it updated."""
+    finish = pool._Crew._finish
+    late = threading.Event()
+
+    def finish_late(crew: Any, job: Any, error: BaseException | None) -> None:
+        finish(crew, job, error)
+        late.wait(WAIT_S)
+
+    monkeypatch.setattr(pool._Crew, "_finish", finish_late)
+    with KernelPool(3) as kernel_pool:
+        for fails in (False, True):
+            late.clear()
+            array = np.zeros(3 * pool.SLICE_MULTIPLE * pool._SLICES_PER_THREAD, np.float32)
+            alive = weakref.ref(array)
+
+            def work(begin: int, end: int, array: Any = array, fails: bool = fails) -> None:
+                if fails:
+                    raise ZeroDivisionError
+                array[begin:end] += 1
+
+            future = kernel_pool.submit(work, len(array))
+            error = future.exception(WAIT_S)
+            assert isinstance(error, ZeroDivisionError) == fails
+            del work, array, error, future
+            assert fails or alive() is None  # the traceback of an error has the frame that failed
+            late.set()

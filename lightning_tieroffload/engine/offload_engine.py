@@ -435,8 +435,11 @@ class _Core:
         self.space.host.pass_nbytes = least_room_nbytes(dataclasses.replace(need, state_nbytes=0) for need in needs)
         self._note_beside()
         has_state_left = False
+        host = self.space.host
         for unit, need in zip(units, needs, strict=False):  # the new ones come last
             if need.choice != unit.choice:
+                # What has not moved yet is beside the room, not in it.
+                host.room_nbytes = max(min(room_nbytes, budget_nbytes - host.beside_nbytes), least_nbytes)
                 has_state_left |= need.choice.state_home is Tier.NVME and not unit.state_block.is_paged
                 self.space.settle_home(unit, to_write=True)
                 for record in unit.grads:
@@ -447,6 +450,7 @@ class _Core:
                 unit.allot_state({})
         for optimizer in self._adopted() if has_state_left else ():
             self.updates.hold_state(optimizer)
+        host.room_nbytes = room_nbytes
         return choices[len(units) :]
 
     def _check_flash(self, need_nbytes: int) -> None:

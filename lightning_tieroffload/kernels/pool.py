@@ -136,6 +136,8 @@ class _Crew:
             is_last = job.num_running == 0 and job.begin == job.numel
         if not is_last:
             return
+        # Before anybody hears of it: threads that have not let go of the job yet would count as users of its arrays.
+        del job.work
         if job.error is None:
             job.future.set_result(None)
         else:
