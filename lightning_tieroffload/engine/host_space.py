@@ -191,6 +191,7 @@ class HostSpace:
         self.find_copy: Callable[[HostBlock, Segment], OtherCopy | None] = lambda block, segment: None
         self.used_nbytes = 0  # of it
         self.beside_nbytes = 0  # what DRAM holds beside it, when somebody last looked
+        self.num_walks = 0  # see ``BlockKeeper``
         self.peak_nbytes = 0  # of both together
         self._paged: list[HostBlock] = []
         self._shown: list[HostBlock] = []

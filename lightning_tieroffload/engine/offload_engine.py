@@ -1270,6 +1270,13 @@ class OffloadEngine:
 
     def _state_nbytes(self) -> int:
         """Optimizer state that is not in a block, whose bytes count wherever they are."""
+        self.space.host.num_walks += 1
+        try:
+            return self._walk_state_nbytes()
+        finally:
+            self.space.host.num_walks -= 1
+
+    def _walk_state_nbytes(self) -> int:
         total = 0
         for core_engine in [ref() for ref in self.core.engines] or [self]:
             for ref in core_engine._optimizers if core_engine is not None else ():
@@ -1281,9 +1288,13 @@ class OffloadEngine:
                     if slot is not None and isinstance(entry, dict):
                         held = slot.unit.state_block.tensors
                         loose = slot.unit.loose_state(slot, entry)
+                        update = slot.unit.update
+                        is_moving = update is not None and not update.done()
                         for name, value in list(entry.items()):
-                            # What a user refers to counts as his where its home is flash.
-                            if isinstance(value, torch.Tensor) and not loose.get(name):
+                            # Where its home is flash: what a user refers to counts as his, and what an update has just
+                            # made is on its way into the block, which has room for it.
+                            is_elsewhere = name in loose and (loose[name] or is_moving)
+                            if isinstance(value, torch.Tensor) and not is_elsewhere:
                                 kept = held.get((slot.index, name)) if held else None
                                 total += value.nbytes if kept is None or kept.tensor is not value else 0
         return total

@@ -25,6 +25,7 @@ import contextlib
 import enum
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -208,6 +209,8 @@ class GradRecord:
 class BlockKeeper(Protocol):
     """Who decides where a block's pages are (``HostSpace``). Called under the residency lock."""
 
+    num_walks: int  # of the engine's own over optimizer state, under way: they refer to it as a user would
+
     def grow(self, block: HostBlock, arena: PinnedArena) -> None: ...
     def shrink(self, block: HostBlock, arena: PinnedArena) -> None: ...
 
@@ -291,6 +294,9 @@ def most_refs(objects: Mapping[int, Any]) -> int:
 # What an object has that nobody else refers to: it differs from one interpreter to the next.
 _OWN_TENSOR_REFS = _StateTensor(torch.empty(1, device="cpu")).num_refs()
 _OWN_ENTRY_REFS = most_refs({0: {}})
+
+
+_LONGEST_WALK_S, _WALK_LOOK_S = 1.0, 1e-4
 
 
 def _refs_in_entry(entry: dict[str, Any], name: str) -> tuple[int, int]:
@@ -900,11 +906,20 @@ class UnitState:
             held = block.tensors.get((slot.index, name))
             if held is not None and held.tensor is entry[name]:
                 block.entries[slot.index] = entry
-            elif _fits_slot(slot, entry[name]) and not _is_users(entry, name):
+            elif _fits_slot(slot, entry[name]) and not self._is_users(entry, name):
                 target = block.take_state(slot, name, entry[name].dtype)
                 if target is not None:
                     entry[name] = target.copy_(entry[name])
                     block.entries[slot.index] = entry
+
+    def _is_users(self, entry: dict[str, Any], name: str) -> bool:
+        """Asked once more when the engine itself, in another thread, has stopped looking at state."""
+        deadline_s = time.monotonic() + _LONGEST_WALK_S
+        while _is_users(entry, name):
+            if not self._keeper.num_walks or time.monotonic() > deadline_s:
+                return _is_users(entry, name)
+            time.sleep(_WALK_LOOK_S)
+        return False
 
     def loose_state(self, slot: ParamSlot, entry: Any) -> dict[str, bool]:
         """Names of an entry's tensors that ``hold_state`` has not moved, and whether that is because of a user."""
