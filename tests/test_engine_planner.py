@@ -37,11 +37,11 @@ from lightning_tieroffload.engine import instance_maker
 from lightning_tieroffload.engine import planner as engine_planner
 from lightning_tieroffload.engine import profiler as engine_profiler
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
-from lightning_tieroffload.engine.placement import placement_key
+from lightning_tieroffload.engine.placement import homes_of, placement_key
 from lightning_tieroffload.engine.planner import Planner
 from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape
-from lightning_tieroffload.planning.cost_model import ActivationChoice
+from lightning_tieroffload.planning.cost_model import ActivationChoice, UpdatePlace
 from lightning_tieroffload.planning.plan import Plan, alive_peak_nbytes
 from lightning_tieroffload.planning.profile import PROFILE_FILE_NAME, Profile
 from lightning_tieroffload.report import render_report
@@ -104,6 +104,32 @@ def test_a_plan_changes_no_number(planner: str) -> None:
         assert report["plan"]["planner"] == planner
         assert report["forecast"]["step_s"] > 0
         assert report["forecast"]["bottleneck"]
+
+
+@pytest.mark.parametrize("on_flash", [False, True])
+def test_a_unit_unfrozen_since_the_watched_steps_keeps_its_homes(tmp_path: Path, on_flash: bool) -> None:
+    """Frozen while the plan's steps were watched, trained when it is made: the plan says nothing of its gradients."""
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        for step, x in enumerate(batches(8, 8, 24)):
+            loss = mlp_loss(model, x)
+            loss.backward()
+            for index, block in enumerate(model):
+                block.requires_grad_((step + index) % 3 != 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            look(loss=loss.detach())
+            engine = engine_of(model)
+            for unit in engine.units if engine is not None else ():
+                param_home, *rest = homes_of(unit.choice)
+                assert rest == homes.setdefault(unit.name, rest), (step, unit.name)
+                assert on_flash or rest == [Tier.DRAM, Tier.DRAM, UpdatePlace.CPU]
+                assert (param_home is Tier.NVME) == unit.param_block.is_paged
+
+    settings: dict[str, Any] = {"nvme_paths": [tmp_path], "dram_budget": 160 * KiB} if on_flash else {}
+    for variant in FULL[::3]:
+        homes: dict[str, Any] = {}
+        check(blocks, loop, [dataclasses.replace(variant, budget=60 * KiB)], **settings)
 
 
 def test_activations_leave_where_they_do_not_fit() -> None:

@@ -240,3 +240,21 @@ def test_an_allocator_without_such_segments_stays_as_it_is(monkeypatch: pytest.M
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     assert not let_segments_grow()
+
+
+def test_a_delayed_copy_that_failed_is_no_copy_that_landed() -> None:
+    """Whoever waits for it, or for what runs behind it, hears of it each time; who orders the next copy does not."""
+    delayed = streams.DelayedStreams(seed=1)
+    for _ in range(20):  # the seed runs some of them while others are ordered
+        bad = delayed.download([(torch.empty(2), torch.empty(3))], "does not fit")
+        source = torch.arange(4.0)
+        good = delayed.upload([(target := torch.zeros(4), source)], "fits")
+        behind = delayed.make_pipe().store([(torch.empty(4), target)], "behind it", [good, bad], None)
+        for ticket in (bad, bad, behind, behind):
+            with pytest.raises(RuntimeError, match="size"):
+                ticket.wait()
+        with pytest.raises(RuntimeError, match="size"):
+            bad.before_compute()
+        good.wait()
+        assert torch.equal(target, source)
+    delayed.close()

@@ -9,6 +9,7 @@ one budget: a policy and its reference model do not each take all of it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -130,15 +131,11 @@ class _Core:
         torch_patches.when_checkpoint_saves(self._push_over_checkpoint)
         self.gradients = Gradients(self.space, self.wire)
         self.place = _placer(device)
-        self.state_estimate_nbytes = 0  # of every adopted optimizer whose class is known
-        # Of it, what may lie on flash.
-        self.state_nbytes_of: weakref.WeakKeyDictionary[UnitState, int] = weakref.WeakKeyDictionary()
-        self.fixed_state_nbytes = 0  # and what may not
+        # By optimizer, which takes its share along when it goes: what it is expected to keep, and where there is flash.
+        self.state_estimates_nbytes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self.state_needs: weakref.WeakKeyDictionary[Optimizer, _StateNeed] = weakref.WeakKeyDictionary()
         self.may_expect_narrow_grads = _runs_under_autocast(device)
         self.are_grads_narrow = False
-        self.whole_units: weakref.WeakSet[UnitState] = weakref.WeakSet()  # that an optimizer steps over all at once
-        # Whose state is counted, by optimizer.
-        self.known_states: weakref.WeakKeyDictionary[Optimizer, set[ParamSlot]] = weakref.WeakKeyDictionary()
         self.activation_nbytes = 0  # what activations may map where there is flash
         self.lent_nbytes = 0  # of it, what old casts took from blocks
         self.kept_storages: set[int] = set()  # of buffers and unmanaged parameters
@@ -312,14 +309,14 @@ class _Core:
         params = {id(slot.param) for slot in unit.slots}
         return sum(
             value.nbytes
-            for optimizer in self._adopted()
+            for optimizer in self.adopted()
             for p, entry in list(dict.items(optimizer.state))
             if id(p) in params and isinstance(entry, dict)
             for value in list(entry.values())
             if isinstance(value, torch.Tensor)
         )
 
-    def _adopted(self) -> list[Optimizer]:
+    def adopted(self) -> list[Optimizer]:
         engines = [engine for ref in self.engines if (engine := ref()) is not None]
         return [optimizer for engine in engines for ref in engine._optimizers if (optimizer := ref()) is not None]
 
@@ -362,6 +359,11 @@ class _Core:
         """Host bytes of homes and gradients once every gradient has been down."""
         are_narrow = self.are_grads_narrow
         return sum(unit.running_dram_nbytes(are_grads_narrow=are_narrow) for unit in self.space.units)
+
+    @property
+    def state_estimate_nbytes(self) -> int:
+        """What adopted optimizers whose class is known will keep."""
+        return sum(self.state_estimates_nbytes.values())
 
     def made_state_nbytes(self) -> int:
         """Optimizer state in DRAM, in blocks and beside them."""
@@ -411,11 +413,16 @@ class _Core:
         if self.store is None:
             return [need.choice for need in new]
         units = self.space.units
-        needs = [_need_of(unit, self.state_nbytes_of.get(unit, 0), is_whole=unit in self.whole_units) for unit in units]
+        states = list(self.state_needs.values())
+        paged_nbytes: collections.Counter[UnitState] = collections.Counter()
+        for state in states:
+            paged_nbytes.update(state.paged_nbytes)
+        whole = {unit for state in states for unit in state.whole}
+        needs = [_need_of(unit, paged_nbytes[unit], is_whole=unit in whole) for unit in units]
         if self.config.state_home == "nvme":
             needs, new = _with_state_on_flash(needs), _with_state_on_flash(new)
         budget_nbytes = self.space.ledger[Tier.DRAM].budget_nbytes
-        fixed_nbytes = self.fixed_state_nbytes + self.lent_nbytes
+        fixed_nbytes = sum(sum(state.fixed_nbytes.values()) for state in states) + self.lent_nbytes
         choices = assign_homes([*needs, *new], budget_nbytes, fixed_nbytes=fixed_nbytes)
         needs = [dataclasses.replace(n, choice=c) for n, c in zip([*needs, *new], choices, strict=True)]
         self._check_flash(sum(need.nbytes_on(Tier.NVME) for need in needs))
@@ -448,7 +455,7 @@ class _Core:
                 if not unit.grad_block.segments:  # no gradient has come yet
                     self.space.host.reserve(unit.grad_block, need.grad_nbytes)
                 unit.allot_state({})
-        for optimizer in self._adopted() if has_state_left else ():
+        for optimizer in self.adopted() if has_state_left else ():
             self.updates.hold_state(optimizer)
         host.room_nbytes = room_nbytes
         return choices[len(units) :]
@@ -483,6 +490,40 @@ class _Core:
             stack.callback(self.activations.close)
             stack.callback(self.space.close)
             stack.callback(self.updates.close)
+
+
+class _StateNeed:
+    """Host bytes of the state that one optimizer keeps of units' parameters, where there is flash."""
+
+    def __init__(self) -> None:
+        self.slots: set[ParamSlot] = set()  # whose state is counted
+        self.paged_nbytes: dict[UnitState, int] = {}  # what may lie on flash
+        self.fixed_nbytes: dict[UnitState, int] = {}  # what may not
+        self.whole: set[UnitState] = set()  # units that the optimizer steps over all at once
+
+    def copy(self) -> _StateNeed:
+        other = _StateNeed()
+        other.slots, other.whole = self.slots.copy(), self.whole.copy()
+        other.paged_nbytes, other.fixed_nbytes = self.paged_nbytes.copy(), self.fixed_nbytes.copy()
+        return other
+
+    def add(self, unit: UnitState, nbytes_of: dict[int, int], *, is_paged: bool) -> None:
+        """Count the state of some of a unit's slots, by index."""
+        self.slots.update(unit.slots[index] for index in nbytes_of)
+        nbytes = round_up(sum(nbytes_of.values()), _PAGE_NBYTES)
+        fixed_nbytes = _SCALARS_NBYTES * len(nbytes_of)
+        if is_paged:
+            self.paged_nbytes[unit] = self.paged_nbytes.get(unit, 0) + nbytes
+        else:
+            fixed_nbytes += nbytes
+            self.whole.add(unit)
+        self.fixed_nbytes[unit] = self.fixed_nbytes.get(unit, 0) + fixed_nbytes
+
+    def forget(self, unit: UnitState) -> None:
+        self.slots.difference_update(unit.slots)
+        self.paged_nbytes.pop(unit, None)
+        self.fixed_nbytes.pop(unit, None)
+        self.whole.discard(unit)
 
 
 def _io_settings(config: TierOffloadConfig, adopted_nbytes: int) -> tuple[int, int]:
@@ -900,14 +941,17 @@ class OffloadEngine:
             self._remember(optimizer)
             return optimizer
         inner = inner_optimizers(optimizer)
+        if self._replaces_another(optimizer):
+            gc.collect()  # the other's state counts as long as it lives, and optimizers are in cycles of their own
+            self.updates.count_anew()
         # One that steps through others keeps their groups, and in its own state what nobody can tell beforehand.
-        more_nbytes = sum(self._state_estimate_nbytes(each) for each in inner or [optimizer])
+        estimates_nbytes = {each: self._state_estimate_nbytes(each) for each in inner or [optimizer]}
         if self.core.store is None:
-            self._check_dram(more_nbytes, f"the state of {type(optimizer).__name__}")
+            self._check_dram(sum(estimates_nbytes.values()), f"the state of {type(optimizer).__name__}")
         else:
-            for each in inner or [optimizer]:
+            for each in estimates_nbytes:
                 self._assign_state(each)
-        self.core.state_estimate_nbytes += more_nbytes
+        self.core.state_estimates_nbytes.update(estimates_nbytes)
         optimizers.adopt(optimizer)
         for each in inner:
             self._remember(each)
@@ -917,14 +961,19 @@ class OffloadEngine:
                 self.updates.hold_state(each)
         return optimizer
 
+    def _replaces_another(self, optimizer: Optimizer) -> bool:
+        """Whether an adopted optimizer has some of its parameters."""
+        params = {p for group in optimizer.param_groups for p in group["params"]}
+        return any(p in params for each in self.core.adopted() for group in each.param_groups for p in group["params"])
+
     def _assign_state(self, optimizer: Optimizer) -> None:
         """Homes again where this optimizer has parameters that are new; space on flash for their state."""
         by_unit: dict[UnitState, dict[int, int]] = {}
-        known = self.core.known_states.setdefault(optimizer, set())
+        known = self.core.state_needs.get(optimizer) or _StateNeed()
         for group in optimizer.param_groups:
             for p in group["params"]:
                 slot = managed_slot(p)
-                if slot is not None and slot not in known and p.requires_grad:
+                if slot is not None and slot not in known.slots and p.requires_grad:
                     by_unit.setdefault(slot.unit, {})[slot.index] = state_nbytes(optimizer, group, p)
         if not by_unit:
             return
@@ -935,29 +984,22 @@ class OffloadEngine:
                 f'state_home="nvme", but {name} steps over all parameters at once, so its state stays in DRAM. Leave '
                 "state_home out, or use an optimizer of torch other than LBFGS."
             )
-        core = self.core
-        before = core.state_nbytes_of.copy(), core.fixed_state_nbytes, core.whole_units.copy()
+        need = known.copy()
+        for unit, nbytes_of in by_unit.items():
+            need.add(unit, nbytes_of, is_paged=is_paged)
         with self.space.lock:
-            for unit, nbytes_of in by_unit.items():
-                core.fixed_state_nbytes += _SCALARS_NBYTES * len(nbytes_of)
-                nbytes = round_up(sum(nbytes_of.values()), _PAGE_NBYTES)
-                if is_paged:
-                    core.state_nbytes_of[unit] = core.state_nbytes_of.get(unit, 0) + nbytes
-                else:
-                    core.fixed_state_nbytes += nbytes
-                    core.whole_units.add(unit)
+            self.core.state_needs[optimizer] = need
             try:
-                core.assign()
+                self.core.assign()
                 for unit, nbytes_of in by_unit.items() if is_paged else ():
                     unit.allot_state(nbytes_of)
             except BaseException:
-                core.state_nbytes_of, core.fixed_state_nbytes, core.whole_units = before
+                self.core.state_needs[optimizer] = known
                 raise
-            known.update(unit.slots[index] for unit, nbytes_of in by_unit.items() for index in nbytes_of)
 
     def _remember(self, optimizer: Optimizer) -> None:
-        if not any(ref() is optimizer for ref in self._optimizers):
-            self._optimizers.append(weakref.ref(optimizer))
+        others = [ref for ref in self._optimizers if ref() not in (None, optimizer)]
+        self._optimizers = [*others, weakref.ref(optimizer)]
 
     @staticmethod
     def _state_estimate_nbytes(optimizer: Optimizer) -> int:
@@ -1179,6 +1221,7 @@ class OffloadEngine:
             optimizer = ref()
             if optimizer is not None:
                 optimizers.release(optimizer)
+                self.core.state_estimates_nbytes.pop(optimizer, None)
         for module_ref, name, device in self._moved_buffers:
             module = module_ref()
             if module is not None and module._buffers.get(name) is not None:
@@ -1253,10 +1296,8 @@ class OffloadEngine:
         self.space.remove(unit)
         unit.close()
         self.units.remove(unit)
-        self.core.state_nbytes_of.pop(unit, None)
-        self.core.whole_units.discard(unit)
-        for known in self.core.known_states.values():
-            known.difference_update(unit.slots)
+        for need in self.core.state_needs.values():
+            need.forget(unit)
 
     # ------------------------------------------------------------------------------------------------- reports
     def _dram_nbytes(self) -> int:
@@ -1476,7 +1517,9 @@ def _need_of(unit: UnitState, state_nbytes: int, *, is_whole: bool) -> HostNeed:
     # Those of parameters that were unfrozen since have mappings of their own: more pages than one mapping for all.
     missing_nbytes = sum(round_up(nbytes, _PAGE_NBYTES) for nbytes in unit.missing_grads_nbytes())
     grad_nbytes = max(need.grad_nbytes, unit.grad_block.nbytes - need.grad_spare_nbytes + missing_nbytes)
-    return dataclasses.replace(need, is_whole=is_whole, stays=stays, grad_nbytes=grad_nbytes)
+    # What one optimizer was allotted stays mapped for the next.
+    state_nbytes = max(state_nbytes, unit.state_block.nbytes)
+    return dataclasses.replace(need, is_whole=is_whole, stays=stays, grad_nbytes=grad_nbytes, state_nbytes=state_nbytes)
 
 
 def _with_state_on_flash(needs: Sequence[HostNeed]) -> list[HostNeed]:

@@ -80,6 +80,7 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )  # fmt: skip
 _NUM_TIMED_STEPS = 512
+_MOST_BY_OTHERS = 32  # steps of another optimizer for one of the first's: a critic's, say
 # State entries that torch's classes make in the default dtype.
 _SCALARS = ("step", "eta", "mu", "mu_product")
 _SLOT = "_tieroffload_slot"
@@ -685,17 +686,32 @@ class Updates:
         self.on_step: Callable[[], None] | None = None  # called between two steps, with no lock held
         # Told of each update on the CPU when it has ended: step, elements, when it began to compute, which pass.
         self.on_updated: Callable[..., None] | None = None
-        self._first_optimizer: int | None = None
+        # Whose steps are counted, and how often each of the others has stepped since it did.
+        self._counted: weakref.ref[Optimizer] | None = None
+        self._num_by_others: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._stepping: tuple[int, type, frozenset[ParamSlot]] | None = None  # whose step runs on host tensors now
 
     def step_times_s(self) -> list[float]:
-        """Seconds from one step of the first optimizer to its next, of the last 512 steps."""
+        """Seconds from one step of the optimizer whose steps are counted to its next, of the last 512 steps."""
         return [b - a for a, b in itertools.pairwise(self._step_at_s)]
 
+    def count_anew(self) -> None:
+        """Steps are those of whatever optimizer steps next: another one has taken over parameters."""
+        self._counted = None
+
     def _note_step(self, raw: Optimizer) -> None:
-        if self._first_optimizer is None:
-            self._first_optimizer = id(raw)
-        if self._first_optimizer == id(raw):
+        """A step of training is one of the first optimizer's: several may step in each, some of them more than once.
+
+        One that is gone, was released, or has not stepped while another did so many times has had its day.
+        """
+        counted = self._counted() if self._counted is not None else None
+        if counted is not raw:
+            num = self._num_by_others[raw] = self._num_by_others.get(raw, 0) + 1
+            if counted is None or not is_adopted(counted) or num > _MOST_BY_OTHERS:
+                self._counted = weakref.ref(raw)
+                counted = raw
+        if counted is raw:
+            self._num_by_others.clear()
             self.num_steps += 1
             self._step_at_s.append(time.perf_counter())
             if self.on_step is not None:

@@ -472,7 +472,11 @@ class Planner:
         lines = {line.name: line.choice for line in plan.units}
         for unit, name in names_of(self._space.units).items():
             if name in lines:
-                self._apply(unit, self._choice_for(unit, lines[name]))
+                choice = self._choice_for(unit, lines[name])
+                if unit.grad_nbytes and homes_of(choice) not in self._placements(unit):
+                    # Unfrozen since the steps that the plan is made of: its line has homes of what it did not have.
+                    choice = dataclasses.replace(unit.choice, activation=choice.activation)
+                self._apply(unit, choice)
         if self._config.prefetch_units == "auto":
             self._space.prefetch_units = plan.prefetch_units
         watches_batches = self._counts_activations and self._profiled_numel > 0 and not self._is_fixed

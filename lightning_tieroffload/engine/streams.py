@@ -301,19 +301,25 @@ class _DelayedTicket:
     def __init__(self, owner: DelayedStreams, work: Callable[[], None]) -> None:
         self._owner = owner
         self.work: Callable[[], None] | None = work
+        self.error: BaseException | None = None
 
     def done(self) -> bool:
         return self.work is None
 
     def wait(self, timeout_s: float | None = None) -> None:
         self._owner.run(self)
+        if self.error is not None:
+            raise self.error
 
     def before_compute(self) -> None:
-        self._owner.run(self)
+        self.wait()
 
 
 class DelayedStreams:
-    """Every copy is put off until it is waited for, or until the seed says so at a later submission."""
+    """Every copy is put off until it is waited for, or until the seed says so at a later submission.
+
+    What a work fails with is raised to each who waits for it or for what runs behind it, and to nobody else.
+    """
 
     def __init__(self, seed: int, trace: TraceRecorder | None = None) -> None:
         self.rates = LinkRates()  # of nothing: these copies take no time of their own
@@ -327,7 +333,12 @@ class DelayedStreams:
             if ticket.work is not None:
                 work, ticket.work = ticket.work, None
                 self._pending.remove(ticket)
-                work()
+                try:
+                    work()
+                except BaseException as error:
+                    ticket.error = error
+                    if not isinstance(error, Exception):
+                        raise  # Ctrl-C is whoever's thread this is
 
     def later(self, work: Callable[[], None], kind: str, label: str, nbytes: int) -> CopyTicket:
         def recorded() -> None:

@@ -348,8 +348,9 @@ class HostBlock:
         self.uses: list[Any] = []  # updates and copies that read or write the pages
         self.num_step = -1  # of the last update that used it
         self.num_ordered = 0  # position of the last work on it among all that were ordered
-        # Optimizer state: which mapping a slot's tensors lie in, tensors by (slot, name), and whose entries they are.
-        self.allotted: dict[int, PinnedArena] = {}
+        # Optimizer state: which mappings a slot's tensors lie in, tensors by (slot, name), and whose entries they are.
+        self.allotted: dict[int, list[PinnedArena]] = {}
+        self.allotted_nbytes: dict[int, int] = {}  # in all its mappings
         self.tensors: dict[tuple[int, str], _StateTensor] = {}
         self.entries: dict[int, dict[str, Any]] = {}
 
@@ -395,16 +396,26 @@ class HostBlock:
             if before.tensor.dtype != dtype or before.is_held(0):
                 return None
             return before.tensor
-        arena = self.allotted.get(slot.index)
-        if arena is None:
-            return None
-        try:
-            memory = arena.take(slot.numel * dtype.itemsize)
-        except CapacityError:
-            return None  # more than its class was known to keep: it stays in memory of its own
-        tensor = memory.tensor(dtype, (slot.numel,)).as_strided(slot.shape, slot.stride)
-        self.tensors[key] = _StateTensor(tensor)
-        return tensor
+        for arena in self.allotted.get(slot.index, ()):
+            try:
+                memory = arena.take(slot.numel * dtype.itemsize)
+            except CapacityError:
+                continue
+            tensor = memory.tensor(dtype, (slot.numel,)).as_strided(slot.shape, slot.stride)
+            self.tensors[key] = _StateTensor(tensor)
+            return tensor
+        return self._take_over(key, dtype)
+
+    def _take_over(self, key: tuple[int, str], dtype: torch.dtype) -> torch.Tensor | None:
+        """What an optimizer of another class kept of the slot and nobody refers to; None where there is no such.
+
+        None too for more than its class was known to keep: that stays in memory of its own.
+        """
+        for other, held in list(self.tensors.items()):
+            if other[0] == key[0] and held.tensor.dtype == dtype and not held.is_held(0):
+                self.tensors[key] = self.tensors.pop(other)
+                return held.tensor
+        return None
 
     def names_in(self, slot: ParamSlot, entry: Any) -> set[str]:
         """Names in a slot's entry whose tensors lie in the block. Then ``entries`` has the entry too."""
@@ -882,7 +893,12 @@ class UnitState:
         Where it is not, that is remembered until it is.
         """
         self._state_nbytes_of.update(nbytes_of)
-        wanted = {i: nbytes for i, nbytes in self._state_nbytes_of.items() if i not in self.state_block.allotted}
+        have_nbytes = self.state_block.allotted_nbytes
+        wanted = {  # one that was allotted something may get more: another optimizer keeps more of it
+            i: nbytes - have_nbytes.get(i, 0)
+            for i, nbytes in self._state_nbytes_of.items()
+            if i not in have_nbytes or nbytes > have_nbytes[i]
+        }
         if not self.state_block.is_paged or not any(wanted.values()):
             return
         # Untouched, so it takes no memory yet.
@@ -890,7 +906,9 @@ class UnitState:
             sum(wanted.values()), pin=False, label=f"state of {self.name}", poison=self._poison, place=self._place
         )
         self._keeper.grow(self.state_block, arena)
-        self.state_block.allotted.update(dict.fromkeys(wanted, arena))
+        for i, nbytes in wanted.items():
+            self.state_block.allotted.setdefault(i, []).append(arena)
+            have_nbytes[i] = have_nbytes.get(i, 0) + nbytes
 
     def hold_state(self, slot: ParamSlot, entry: Any) -> None:
         """Move dense tensors of an optimizer's entry into the state block, where there is one. Called by the update.
@@ -1230,7 +1248,7 @@ class UnitState:
         self.device_state.clear()
         for slot in self.slots:
             slot.split = None
-        for arena in [*self._arenas, *self.state_block.allotted.values()]:
+        for arena in [*self._arenas, *(a for each in self.state_block.allotted.values() for a in each)]:
             arena.close()
         for block in self.blocks:
             block.tensors.clear()
