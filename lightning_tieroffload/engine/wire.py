@@ -80,8 +80,11 @@ class _WireCast(torch.autograd.Function):
         slot.num_cast_grads += 1
         if torch.is_grad_enabled():  # create_graph
             return grad.to(slot.dtype), None, None
-        # In the weight's own layout: else autograd would copy it once more, and it would not be the one that arrives.
-        wide = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=grad.device).copy_(grad)
+        if is_seen():
+            wide = grad.to(slot.dtype)  # the operation of the plain run
+        else:
+            # In the weight's own layout: else autograd would copy it again, and it would not be the one that arrives.
+            wide = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=grad.device).copy_(grad)
         slot.cast_grad = StorageWeakRef(wide.untyped_storage()), wide._version
         return wide, None, None
 
