@@ -29,6 +29,7 @@ import torch
 from lightning_tieroffload.config import cuda_allocator_is_tuned
 from lightning_tieroffload.errors import TransferTimeoutError
 from lightning_tieroffload.sizes import format_nbytes
+from lightning_tieroffload.snapshots import snapshot_items
 from lightning_tieroffload.trace import TraceRecorder
 
 _log = logging.getLogger(__name__)
@@ -211,7 +212,7 @@ class LinkRates:
                 self.note(kind, nbytes, start.elapsed_time(end) / 1e3)
             else:
                 self._pending.append((kind, nbytes, start, end))
-        seen = [(kind, list(rates)) for kind, rates in list(self._seen.items())]
+        seen = [(kind, list(rates)) for kind, rates in snapshot_items(self._seen)]
         return {kind: statistics.median(rates) for kind, rates in seen if len(rates) >= _LEAST_RATES}
 
 

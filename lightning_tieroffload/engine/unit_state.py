@@ -41,6 +41,7 @@ from lightning_tieroffload.kernels.split import SplitMaster, merge_f32, num_tie_
 from lightning_tieroffload.memory.arena import Block, PinnedArena
 from lightning_tieroffload.planning.cost_model import ActivationChoice, Choice, UpdatePlace
 from lightning_tieroffload.sizes import round_up
+from lightning_tieroffload.snapshots import snapshot_items
 
 __all__ = [
     "CAUTIOUS",
@@ -411,7 +412,7 @@ class HostBlock:
 
         None too for more than its class was known to keep: that stays in memory of its own.
         """
-        for other, held in list(self.tensors.items()):
+        for other, held in snapshot_items(self.tensors):
             if other[0] == key[0] and held.tensor.dtype == dtype and not held.is_held(0):
                 self.tensors[key] = self.tensors.pop(other)
                 return held.tensor
@@ -430,7 +431,7 @@ class HostBlock:
         return (
             not self.entries.keys() <= indices
             or any(self.names_in(slot, entry) for slot, entry in entries.items())
-            or any(held.is_held(self.keepers_of(*key)) for key, held in list(self.tensors.items()))
+            or any(held.is_held(self.keepers_of(*key)) for key, held in snapshot_items(self.tensors))
         )
 
     def keepers_of(self, index: int, name: str) -> int:
@@ -442,7 +443,7 @@ class HostBlock:
         """Whether user code refers to an entry of the state or to one of its tensors."""
         if most_refs(self.entries) > _OWN_ENTRY_REFS + 1:  # the optimizer's own mapping
             return True
-        for (index, name), held in list(self.tensors.items()):
+        for (index, name), held in snapshot_items(self.tensors):
             keeps = self.entries.get(index, {}).get(name) is held.tensor
             if held.is_held(1 if keeps else 0):
                 return True
@@ -636,7 +637,7 @@ class Part:
 
     def given_tensors(self) -> dict[int, torch.Tensor]:
         """Of state: those that optimizers got and that are alive, by slot."""
-        return {index: tensor for index, ref in list(self.given.items()) if (tensor := ref()) is not None}
+        return {index: tensor for index, ref in snapshot_items(self.given) if (tensor := ref()) is not None}
 
     def can_give(self, slot: ParamSlot) -> bool:
         """Of state: whether nothing refers to the slot's DRAM memory any more (its entry was taken out or replaced)."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_tieroffload.io.ticket import TransferTicket
+from lightning_tieroffload.snapshots import snapshot
 
 __all__ = ["Doorbell", "Lane", "LaneSpec"]
 
@@ -169,7 +170,7 @@ class Lane:
 
     def num_queued(self) -> int:
         queued = {ticket for rank, _, ticket in list(self.heap) if rank == ticket._rank}
-        return sum(1 for ticket in queued.union(tuple(self.inbox)) if ticket._claim)
+        return sum(1 for ticket in queued.union(snapshot(self.inbox)) if ticket._claim)
 
     def describe(self) -> str:
         running = ", ".join(f"{ticket.label} {ticket._state()}" for ticket in list(self.running)[:4])

@@ -22,6 +22,7 @@ from typing import Any
 
 from lightning_tieroffload.errors import TierOffloadError
 from lightning_tieroffload.io.ticket import Latch
+from lightning_tieroffload.snapshots import snapshot
 
 __all__ = ["LoopThread"]
 
@@ -91,7 +92,7 @@ class LoopThread:
 
     def holds(self, finish: _Finish) -> bool:
         """Whether ``finish`` is still going to be called. False for a `spawn` that was interrupted before it queued."""
-        return any(one is finish for _, one in tuple(self._inbox)) or finish in self._finishes
+        return any(one is finish for _, one in snapshot(self._inbox)) or finish in self._finishes
 
     def begin_close(self) -> None:
         """Have every task cancelled and the loop end. Does not wait; callable from a finaliser."""

@@ -56,6 +56,7 @@ from lightning_tieroffload.io.lane import Lane, LaneSpec
 from lightning_tieroffload.io.loop_thread import LoopThread
 from lightning_tieroffload.io.ticket import Latch, TransferTicket, WorkCancelledError
 from lightning_tieroffload.sizes import format_nbytes
+from lightning_tieroffload.snapshots import snapshot, snapshot_items
 
 __all__ = ["LaneExecutor", "LaneMover", "LaneSpec", "Scheduler", "TransferTicket", "WorkCancelledError", "WorkRecord"]
 
@@ -213,7 +214,7 @@ class _Core:
         me = threading.get_ident()
         if ticket._claim:
             # It is listed as unfinished before it leaves its inbox, so that is asked last too.
-            is_held = ticket in self._unfinished or any(ticket in tuple(lane.inbox) for lane in self.lanes.values())
+            is_held = ticket in self._unfinished or any(ticket in snapshot(lane.inbox) for lane in self.lanes.values())
             is_lost = not (is_held or ticket in self._unfinished)
         elif ticket in self._spawning:
             thread, finish = self._spawning[ticket]
@@ -582,7 +583,7 @@ class _Core:
 
     def _pending(self) -> list[TransferTicket[Any]]:
         # The inboxes are read first: see `_serve_locked`.
-        queued = [ticket for lane in self.lanes.values() for ticket in tuple(lane.inbox)]
+        queued = [ticket for lane in self.lanes.values() for ticket in snapshot(lane.inbox)]
         pending = [*self._unfinished, *queued]
         for ticket in pending:
             if ticket._done:
@@ -810,7 +811,7 @@ class _Core:
         stuck: list[str] = []
         if not self.loop_thread.close(max(0.0, deadline_s - time.monotonic())) and me.ident != self.loop_thread.ident:
             stuck.append(self.loop_thread.name)
-        while left := [(thread, ended) for thread, ended in list(self._threads.items()) if thread is not me]:
+        while left := [(thread, ended) for thread, ended in snapshot_items(self._threads) if thread is not me]:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 stuck.extend(thread.name for thread, _ in left)

@@ -27,6 +27,17 @@ MAY_TOUCH_ENVIRONMENT = {"config.py", "run.py", "cli/launch.py", "cli/bench_trai
 MAY_READ_FILES_OF_SETTINGS = {"config.py", "topology/mesh_sources.py"}
 # A benchmark times whole windows of steps, and a window ends when the device is done.
 MAY_SYNCHRONIZE = {"engine/streams.py", "engine/profiler.py", "cli/bench_train.py"}
+# Mappings that only one thread knows; and the file that says what is wrong with it.
+MAY_COPY_IN_STEPS = {
+    "snapshots.py",
+    "llama_shape.py",
+    "engine/device_updates.py",
+    "engine/offload_engine.py",
+    "engine/optimizer.py",
+    "engine/recompute.py",
+    "engine/torch_patches.py",
+    "strategies/face.py",
+}
 
 
 def relative(path: Path) -> str:
@@ -161,6 +172,14 @@ def test_no_global_state() -> None:
         if isinstance(node, ast.Global)
     ]
     assert not faults, f"{faults}: give the state an owner"
+
+
+def test_what_other_threads_change_is_copied_in_one_step() -> None:
+    assert_unused(
+        r"\blist\([\w.]+\.items\(\)\)|\btuple\([\w.]*inbox\)",
+        "another thread may change it in the middle: snapshots.py",
+        but_in=MAY_COPY_IN_STEPS,
+    )
 
 
 def test_streams_have_one_owner() -> None:
