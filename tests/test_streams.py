@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -257,4 +258,40 @@ def test_a_delayed_copy_that_failed_is_no_copy_that_landed() -> None:
             bad.before_compute()
         good.wait()
         assert torch.equal(target, source)
+    delayed.close()
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("way", ["upload", "download", "sum", "sum in place", "load", "store"])
+def test_ctrl_c_loses_no_delayed_copy(way: str, is_after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's copies go on whatever strikes the thread that waits: one that was cut short is done over."""
+    delayed = streams.DelayedStreams(seed=0)
+    pipe = delayed.make_pipe()
+    target, source = torch.ones(4), torch.arange(4.0)
+    orders: dict[str, Callable[[], Any]] = {
+        "upload": lambda: delayed.upload([(target, source)], "x"),
+        "download": lambda: delayed.download([(target, source)], "x"),
+        "sum": lambda: delayed.add_down(target, torch.zeros(4), source, (), "x")[0],
+        "sum in place": lambda: delayed.add_down(target, target, source, (), "x")[0],
+        "load": lambda: pipe.load([(target, source)], "x", []),
+        "store": lambda: pipe.store([(target, source)], "x", [], None),
+    }
+    ticket = orders[way]()
+    assert not ticket.done()
+    copy = streams._copy
+
+    def cut_short(pairs: Pairs) -> None:
+        monkeypatch.setattr(streams, "_copy", copy)
+        if is_after:
+            copy(pairs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(streams, "_copy", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        ticket.wait()
+    assert not ticket.done()
+    delayed.settle()
+    assert ticket.done()
+    assert torch.equal(target, torch.arange(4.0) + (way == "sum in place"))
+    ticket.wait()
     delayed.close()

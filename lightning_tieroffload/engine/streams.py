@@ -299,8 +299,9 @@ class _HostPipe:
 
 
 class _DelayedTicket:
-    def __init__(self, owner: DelayedStreams, work: Callable[[], None]) -> None:
+    def __init__(self, owner: DelayedStreams, work: Callable[[], None], is_repeatable: bool) -> None:
         self._owner = owner
+        self.is_repeatable = is_repeatable
         self.work: Callable[[], None] | None = work
         self.error: BaseException | None = None
 
@@ -319,7 +320,9 @@ class _DelayedTicket:
 class DelayedStreams:
     """Every copy is put off until it is waited for, or until the seed says so at a later submission.
 
-    What a work fails with is raised to each who waits for it or for what runs behind it, and to nobody else.
+    What a work fails with is raised to each who waits for it or for what runs behind it, and to nobody else. Ctrl-C is
+    no such error: a device's copies go on whatever strikes the thread that waits for them, and so a copy that it cuts
+    short here is done over by whoever waits next.
     """
 
     def __init__(self, seed: int, trace: TraceRecorder | None = None) -> None:
@@ -331,17 +334,25 @@ class DelayedStreams:
 
     def run(self, ticket: _DelayedTicket) -> None:
         with self._lock:
-            if ticket.work is not None:
-                work, ticket.work = ticket.work, None
-                self._pending.remove(ticket)
+            work = ticket.work
+            if work is not None:
                 try:
+                    if not ticket.is_repeatable:
+                        ticket.work = None
                     work()
-                except BaseException as error:
+                except Exception as error:
                     ticket.error = error
-                    if not isinstance(error, Exception):
-                        raise  # Ctrl-C is whoever's thread this is
+                except BaseException as error:
+                    if not ticket.is_repeatable:
+                        ticket.error = error
+                    raise  # Ctrl-C is whoever's thread this is
+                ticket.work = None
+            if ticket in self._pending:
+                self._pending.remove(ticket)
 
-    def later(self, work: Callable[[], None], kind: str, label: str, nbytes: int) -> CopyTicket:
+    def later(
+        self, work: Callable[[], None], kind: str, label: str, nbytes: int, *, is_repeatable: bool = True
+    ) -> CopyTicket:
         def recorded() -> None:
             start_s = time.perf_counter()
             work()
@@ -349,7 +360,7 @@ class DelayedStreams:
                 self._trace.add(kind, label, start_s, time.perf_counter(), nbytes)
 
         with self._lock:
-            ticket = _DelayedTicket(self, recorded)
+            ticket = _DelayedTicket(self, recorded, is_repeatable)
             self._pending.append(ticket)
             while self._pending and self._random.random() < 0.3:
                 self.run(self._random.choice(self._pending))
@@ -366,7 +377,17 @@ class DelayedStreams:
     def add_down(
         self, target: torch.Tensor, before: torch.Tensor, grad: torch.Tensor, norm_types: Iterable[float], label: str
     ) -> tuple[CopyTicket, dict[float, torch.Tensor]]:
-        return self.later(lambda: _add(target, before, grad), "d2h", label, target.nbytes), {}
+        sums: list[torch.Tensor] = []
+
+        def add() -> None:
+            if not sums:
+                with torch._C._InferenceMode(False):
+                    total, start = torch.empty_like(target), before.detach().clone()
+                    _add(start if before is target else total, start, grad)
+                    sums.append(start if before is target else total)
+            _copy([(target, sums[0])])
+
+        return self.later(add, "d2h", label, target.nbytes), {}
 
     def make_pipe(self) -> Pipe:
         return _DelayedPipe(self)
@@ -396,7 +417,14 @@ class _DelayedPipe:
         return LANDED
 
     def _behind(
-        self, after: Sequence[CopyTicket], call: Callable[[], None], kind: str, label: str, nbytes: int
+        self,
+        after: Sequence[CopyTicket],
+        call: Callable[[], None],
+        kind: str,
+        label: str,
+        nbytes: int,
+        *,
+        is_repeatable: bool = True,
     ) -> CopyTicket:
         after = list(after)
 
@@ -405,14 +433,14 @@ class _DelayedPipe:
                 ticket.wait()
             call()
 
-        return self._streams.later(work, kind, label, nbytes)
+        return self._streams.later(work, kind, label, nbytes, is_repeatable=is_repeatable)
 
     def load(self, pairs: Pairs, label: str, after: Sequence[CopyTicket]) -> CopyTicket:
         pairs = list(pairs)
         return self._behind(after, lambda: _copy(pairs), "h2d", label, _nbytes(pairs))
 
     def work(self, call: Callable[[], None], label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
-        return self._behind(after, call, "streamed", label, 0)
+        return self._behind(after, call, "streamed", label, 0, is_repeatable=False)
 
     def store(self, pairs: Pairs, label: str, after: Sequence[CopyTicket], held: Any) -> CopyTicket:
         pairs = list(pairs)
