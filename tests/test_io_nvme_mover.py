@@ -21,7 +21,7 @@ import torch
 from striking import Strike
 
 from lightning_tieroffload.errors import CapacityError, ChecksumError, TierIOError, TransferTimeoutError
-from lightning_tieroffload.io.extent_store import ExtentStore
+from lightning_tieroffload.io.extent_store import ExtentStore, WriteVersion
 from lightning_tieroffload.io.nvme_mover import NvmeMover
 from lightning_tieroffload.io.scheduler import LaneSpec, Scheduler, TransferTicket, WorkCancelledError
 from lightning_tieroffload.memory.arena import PinnedArena
@@ -478,6 +478,23 @@ def test_con_04_interrupt_at_random_points_ends_in_order(tmp_path: Path) -> None
         [sys.executable, "-c", INTERRUPTED, str(tmp_path)], cwd=REPO, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_version_that_ctrl_c_kept_from_ending_has_ended(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread may be the one that ends a write; a version that stays open refuses every later one."""
+    rig.store.allocate("s", 100_000)
+    rig.mover.write("s", memoryview(pattern(100_000, 1))).wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(WriteVersion, "commit", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        ticket = rig.mover.write("s", memoryview(pattern(100_000, 2)))
+        with pytest.raises(KeyboardInterrupt):
+            ticket.wait()
+    rig.scheduler.clear_pending_error()
+    rig.mover.write("s", memoryview(pattern(100_000, 3))).wait()
+    back = bytearray(100_000)
+    rig.mover.read("s", memoryview(back)).wait()
+    assert back == pattern(100_000, 3)
+    rig.mover.forget("s")
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -346,3 +351,45 @@ def test_unscale_and_clip_round_as_torch_does_in_place(grad_format: str) -> None
     assert np.array_equal(want, case.arrays["master"])
     once = (torch.from_numpy(source.copy()).view(dtype).float() * (case.scales[0] * case.scales[1])).to(dtype)
     assert (once.float().numpy() != want).any()  # one rounding is not enough, and the test would see it
+
+
+COMPILES = """
+import _thread, sys, threading, time
+import numpy as np
+from lightning_tieroffload.kernels.split import merge_f32, split_f32
+
+def strike(after_s):
+    time.sleep(after_s)
+    _thread.interrupt_main()
+
+master = np.arange(64, dtype=np.float32)
+hi, lo, ties = np.empty(64, np.uint16), np.empty(64, np.uint16), np.zeros(8, np.uint8)
+num_struck = 0
+for after_s in np.linspace(0.02, 0.6, int(sys.argv[1])):
+    _thread.start_new_thread(strike, (after_s,))
+    try:
+        split_f32(master, hi, lo, ties)
+        time.sleep(1)
+    except KeyboardInterrupt:
+        num_struck += 1
+    back = np.empty_like(master)
+    split_f32(master, hi, lo, ties)
+    merge_f32(hi, lo, ties, back)
+    assert (back == master).all()
+assert num_struck == int(sys.argv[1]), num_struck
+"""
+
+
+def test_ctrl_c_leaves_the_compiler_whole(tmp_path: Path) -> None:
+    """Nothing is stored, so the first use compiles, for seconds, and is struck in the middle."""
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILES, "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=Path(__file__).parents[1])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_prepared_already_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = KernelCase(64, num_states=2).args(adamw_scalars(is_new_state=True))
+    adam.adam_slice.prepare(*args)
+    monkeypatch.setattr(_thread, "start_new_thread", None)
+    adam.adam_slice.prepare(*args)

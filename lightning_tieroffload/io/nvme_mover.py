@@ -200,12 +200,18 @@ class NvmeMover:
                     opened.abort(error)
                 raise error
 
+            def commit() -> None:
+                try:
+                    pieces.open().commit()
+                except BaseException as error:  # Ctrl-C, where the main thread is the one that ends the last piece
+                    give_up(error)
+
             try:
                 self._submit_all("write", pieces, memory, priority, urgent, (*after, *before), may_fail)
                 ticket: TransferTicket[None] = self._scheduler.when_all(
                     pieces.tickets,
                     label=f"write {name}",
-                    finish=lambda: pieces.open().commit(),
+                    finish=commit,
                     otherwise=give_up,
                     nbytes=len(memory),
                     may_fail=may_fail,

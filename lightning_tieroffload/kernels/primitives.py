@@ -14,6 +14,8 @@ Numba widens uint32 arithmetic to 64 bits, so every result is taken back by ``ui
 
 from __future__ import annotations
 
+import _thread
+import queue
 import threading
 import zlib
 from collections.abc import Callable
@@ -55,6 +57,7 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 # Absent arguments: empty arrays rather than None, so that a kernel has one signature and is compiled once.
 NO_F32, NO_U16, NO_U8 = np.empty(0, np.float32), np.empty(0, np.uint16), np.empty(0, np.uint8)
 
+_BOUNDS = (types.int64, types.int64)  # ``begin`` and ``end``
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
 
 
@@ -86,7 +89,33 @@ class LazyKernel:
         self._compiled: Any = None
 
     def prepare(self, *args: Any) -> None:
-        """Compile for arguments of these types, by running over no elements."""
+        """Compile for arguments of these types, by running over no elements.
+
+        By another thread than the main one: Ctrl-C ends the wait, not the compiler. Numba loads its own modules when it
+        first compiles, and cut off in the middle of that it compiles nothing any more while the process lives.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            self._prepare(args)
+            return
+        compiled = self._compiled
+        if compiled is not None and (*_BOUNDS, *map(compiled.typeof_pyval, args)) in compiled.overloads:
+            return
+        ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            failure = None
+            try:
+                self._prepare(args)
+            except Exception as error:
+                failure = error
+            ended.put(failure)
+
+        _thread.start_new_thread(run, ())  # not `Thread.start`, which Ctrl-C may strike in the middle
+        failure = ended.get()
+        if failure is not None:
+            raise failure
+
+    def _prepare(self, args: tuple[Any, ...]) -> None:
         compiled = self._compiled or self._start()
         try:
             compiled(0, 0, *args)
