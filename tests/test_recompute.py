@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import itertools
 import random
 import threading
@@ -20,7 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
+from lightning_tieroffload.engine.params import managed_slot
 from lightning_tieroffload.engine.recompute import Region
 from lightning_tieroffload.planning.cost_model import ActivationChoice
 
@@ -822,3 +825,36 @@ def test_functions_that_ask_for_what_they_saved_again_and_again(twice: bool) -> 
 
     build = adamw(lambda: nn.Sequential(*(Net() for _ in range(3))))
     check(build, loop, QUICK, activations="recompute")
+
+
+def test_what_runs_again_before_the_weights_change_does_not_start_itself() -> None:
+    """What it touches may be referred to (by an exception's frames), which asks for the same calls to run again."""
+
+    class Unfolds(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            unfold(self)
+            return super().forward(x)
+
+    def unfold(module: nn.Module) -> int:
+        units = [slot.unit for p in module.parameters() if (slot := managed_slot(p)) is not None]
+        num_folded = sum(len(unit.folded) for unit in units)
+        for unit in units:
+            DeviceSpace.unfold(unit)
+        return num_folded
+
+    model = nn.Sequential(*(nn.Sequential(Unfolds(8, 16), nn.GELU(), Unfolds(16, 8)) for _ in range(3)))
+    plain = copy.deepcopy(model)
+    plain_optimizer, optimizer = (torch.optim.AdamW(each.parameters()) for each in (plain, model))
+    engine = attach(model, optimizer, Variant(), activations="recompute")
+    num_run = 0
+    for step in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        losses = [each(x).square().mean() for each in (plain, model)]
+        num_run += unfold(model)
+        for loss, own in zip(losses, (plain_optimizer, optimizer), strict=True):
+            loss.backward()
+            own.step()
+            own.zero_grad()
+        assert torch.equal(*losses)
+    assert num_run > 0
+    engine.close()

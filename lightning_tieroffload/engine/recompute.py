@@ -575,11 +575,15 @@ class Region:
         """Weights are about to change before backward has come: make what was dropped while they are what they were."""
         if self._task != -1 and self._task == torch._C._current_graph_task_id():
             return  # backward has it all by now, and is in the middle of it
-        packed = [each for ref in self._dropped if (each := ref()) is not None and each.kept is None]
-        if packed:
-            with torch._C._InferenceMode(False), torch.enable_grad(), _without_modes():
-                _MadeNow.apply(torch.zeros((), requires_grad=True), packed, self._unpack).backward()  # type: ignore[no-untyped-call]
-        self._dropped = []
+        dropped, self._dropped = self._dropped, []  # what runs again touches the weights too, and would unfold
+        packed = [each for ref in dropped if (each := ref()) is not None and each.kept is None]
+        try:
+            if packed:
+                with torch._C._InferenceMode(False), torch.enable_grad(), _without_modes():
+                    _MadeNow.apply(torch.zeros((), requires_grad=True), packed, self._unpack).backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._dropped = dropped
+            raise
 
     def taint(self) -> None:
         """Something inside this call is not as it has to be: its activations are kept."""
