@@ -287,6 +287,29 @@ def test_hooks_that_ctrl_c_left_are_taken_off() -> None:
     engine.close()
 
 
+def test_a_checkpoint_that_ends_behind_reset_takes_off_nobodys_hooks() -> None:
+    """Its generator lives as long as the exception's frames do; by then the hooks on top are somebody else's."""
+    model, optimizer = _build()
+    tieroffload.offload(model, optimizer, **SETTINGS)
+    engine = engine_of(model)
+    assert engine is not None
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    late = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
+        lambda x: x, True, torch.utils.checkpoint.noop_context_fn, "default", False, True, torch.ones(2)
+    )
+    next(late)
+    engine.reset()
+    assert top(True) is None
+    with torch.autograd.graph.save_on_cpu():
+        users = top(True)
+        late.close()
+        assert top(True) == users
+    again = torch.utils.checkpoint.checkpoint(lambda x: x.exp(), torch.ones(2, requires_grad=True), use_reentrant=False)
+    again.sum().backward()
+    assert top(True) is None
+    engine.close()
+
+
 def test_copies_that_ctrl_c_left_have_landed_behind_reset() -> None:
     """Struck between the order of a copy and the note of its ticket: its memory may go next."""
     model, optimizer = _build()

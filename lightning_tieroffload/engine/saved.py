@@ -25,6 +25,7 @@ again, so backward gets what is saved when the block is run again. Weights that 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,15 @@ from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.unit_state import Form, Part
 from lightning_tieroffload.sizes import format_nbytes
 
-__all__ = ["SavedHooks", "checkpoint_hooks", "hooks_are_ours", "pop_hooks", "pop_left_hooks", "push_hooks"]
+__all__ = [
+    "SavedHooks",
+    "are_popped",
+    "checkpoint_hooks",
+    "hooks_are_ours",
+    "pop_hooks",
+    "pop_left_hooks",
+    "push_hooks",
+]
 
 
 OnUnpack = Callable[[Part], None]
@@ -316,6 +325,18 @@ def pop_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+_popped_for_others: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def are_popped(pack: Any) -> bool:
+    """Whether the pair with this ``pack`` was taken off already, before its context ended.
+
+    A generator of torch's checkpoint that an exception's frames keep alive ends whenever these die. What is on top then
+    is somebody else's, or nothing.
+    """
+    return pack in _popped_for_others
+
+
 def pop_left_hooks(space: DeviceSpace) -> None:
     """After an exception: hooks of ``space`` and of checkpoints that Ctrl-C has left, struck before anybody noted them.
 
@@ -325,6 +346,8 @@ def pop_left_hooks(space: DeviceSpace) -> None:
         owner = getattr(top[0], "__self__", None)
         # Over a checkpoint's every engine of the process has pushed its own.
         is_ours = isinstance(owner, SavedHooks) and (owner._by_storage is space.by_storage or owner.is_over_checkpoint)
-        if not is_ours and not any(_is_torchs(top, name) for name in ("_checkpoint_hook.", "_recomputation_hook.")):
-            return
+        if not is_ours:
+            if not any(_is_torchs(top, name) for name in ("_checkpoint_hook.", "_recomputation_hook.")):
+                return
+            _popped_for_others.add(top[0])
         pop_hooks()

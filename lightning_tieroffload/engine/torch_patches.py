@@ -26,7 +26,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot
-from lightning_tieroffload.engine.saved import pop_hooks
+from lightning_tieroffload.engine.saved import are_popped, pop_hooks
 from lightning_tieroffload.engine.unit_state import Factor
 from lightning_tieroffload.errors import UnsupportedError
 
@@ -320,7 +320,10 @@ def _wrap_enter_hooks(original: Callable[..., None]) -> Callable[..., None]:
 def _wrap_exit_hooks(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __exit__(self: Any, *error: Any) -> None:
-        for _ in range(self.__dict__.pop("_tieroffload_num_over", 0)):
+        num_over = self.__dict__.pop("_tieroffload_num_over", 0)
+        if are_popped(self.pack_hook):
+            return
+        for _ in range(num_over):
             pop_hooks()
         original(self, *error)
 
