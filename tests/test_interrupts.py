@@ -509,7 +509,8 @@ def _held_after(at: int, settings: dict[str, Any]) -> tuple[Any, Strike]:
 
 _MAKERS = [
     UnitState.new_arena, UnitState.host_grad, UnitState.split_home, UnitState._close_arena, UnitState._drop_wide_grads,
-    UnitState._narrow_view, UnitState.allot_state, HostSpace.grow, HostSpace.shrink, HostSpace.reserve, HostSpace._forget,
+    UnitState._narrow_view, UnitState.allot_state, HostSpace.grow, HostSpace.shrink, HostSpace.reserve,
+    HostSpace._forget,
 ]  # fmt: skip
 
 
