@@ -480,3 +480,84 @@ def test_ctrl_c_in_a_block_leaves_gradients_on() -> None:
             assert torch.is_grad_enabled(), strike.places[at - 1]
             assert not torch.is_inference_mode_enabled(), strike.places[at - 1]
         block.free()
+
+
+def _held(engine: Any) -> tuple[list[tuple[str, int]], int, int, int, int]:
+    """Mappings of all blocks, how many arenas are kept, bytes in DRAM, in the ledger, and on flash."""
+    space = engine.space
+    blocks = [block for unit in space.units for block in unit.blocks]
+    store = space.host.store
+    return (
+        sorted((block.shard, segment.arena.nbytes) for block in blocks for segment in block.segments),
+        sum(len(unit._arenas) for unit in space.units),
+        sum(block.dram_nbytes for block in blocks if not block.is_paged),
+        space.ledger[Tier.DEVICE].used_nbytes - sum(p.charged_nbytes for u in space.units for p in u.all_parts),
+        0 if store is None else sum(store.nbytes_of(name) for name in store._shards),
+    )
+
+
+def _fit_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Two steps of two micro-batches, the second under autocast."""
+    seed_all(1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for is_cast in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                loss = (model(torch.randn(4, 64)).float() ** 2).mean()
+            loss.backward()
+        optimizer.step()
+
+
+def _held_after(at: int, settings: dict[str, Any]) -> tuple[Any, Strike]:
+    """What is held after a job that was struck, recovered and was done again to its end."""
+    model, optimizer = _build()
+    tieroffload.offload(model, optimizer, **{**SETTINGS, **settings})
+    engine = engine_of(model)
+    assert engine is not None
+    with Strike(at) as strike:
+        try:
+            _fit_twice(model, optimizer)
+        except KeyboardInterrupt:
+            assert strike.has_struck
+    torch.set_autocast_enabled("cpu", False)
+    engine.reset()
+    _fit_twice(model, optimizer)
+    _fit_twice(model, optimizer)
+    optimizer.zero_grad()
+    engine.reset()
+    held = _held(engine)
+    engine.close()
+    return held, strike
+
+
+_MAKERS = [
+    UnitState.new_arena, UnitState.host_grad, UnitState.split_home, UnitState._close_arena, UnitState._drop_wide_grads,
+    UnitState._narrow_view, UnitState.allot_state, HostSpace.grow, HostSpace.shrink, HostSpace.reserve,
+    HostSpace._forget,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("home", ["dram", pytest.param("nvme", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_everywhere", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ctrl_c_leaves_no_memory_that_nobody_uses(
+    home: str, is_everywhere: bool, tmp_path: Path, one_thread: None
+) -> None:
+    """Struck where mappings are made, stored and closed: as many are there as without, of as many bytes."""
+    settings: dict[str, Any] = {}
+    if home == "nvme":
+        settings = {"nvme_paths": [str(tmp_path)], "state_home": "nvme"}
+        settings["dram_budget"] = least_dram(_build, tmp_path, state_home="nvme") + 65536
+    expected, strike = _held_after(0, settings)
+    own = {
+        ("/".join(each.__module__.split(".")[1:]) + ".py", line)
+        for each in _MAKERS
+        for lines, start in [inspect.getsourcelines(each)]
+        for line in range(start, start + len(lines))
+    }
+    first: dict[Any, int] = {}
+    for at, place in enumerate(strike.places, 1):
+        if is_everywhere or place[:2] in own:
+            first.setdefault(place, at)
+    assert len(first) > 20
+    leaks = {place: held for place, at in first.items() if (held := _held_after(at, settings)[0]) != expected}
+    assert leaks == {}

@@ -354,6 +354,25 @@ class HostSpace:
             self._forget(segment)
             self._uncharge(block, arena.nbytes)
 
+    def drop(self, block: HostBlock, used: Iterable[PinnedArena]) -> None:
+        """Every work has ended, and of the block's mappings only these are used: the others go, and their extents."""
+        if self.is_stuck:
+            return
+        kept = {id(arena) for arena in used}
+        for segment in [each for each in block.segments if id(each.arena) not in kept]:
+            block.segments.remove(segment)
+            if block.is_paged:
+                self._uncharge(block, segment.arena.nbytes)
+            segment.arena.close()
+        if self.store is None:
+            return
+        listed = {segment.name for segment in block.segments}
+        for name in (f"{block.shard}:{index}" for index in range(block.num_grown)):
+            if name not in listed and name in self.store:
+                self._mover.forget(name)
+        if block.shard not in self._reserved and f"{block.shard}:reserved" in self.store:
+            self.store.free(f"{block.shard}:reserved")
+
     # ------------------------------------------------------------------------------------------------- room
     def _charge(self, block: HostBlock, nbytes: int) -> None:
         block.charged_nbytes += nbytes

@@ -1185,6 +1185,7 @@ class OffloadEngine:
             unit.update = unit.home_update = None
             for record in unit.grads:
                 record.forget_update()
+            unit.drop_strays()
         return None if pending is seen else pending
 
     def close(self) -> None:

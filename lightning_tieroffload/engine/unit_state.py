@@ -214,6 +214,7 @@ class BlockKeeper(Protocol):
 
     def grow(self, block: HostBlock, arena: PinnedArena) -> None: ...
     def shrink(self, block: HostBlock, arena: PinnedArena) -> None: ...
+    def drop(self, block: HostBlock, used: Iterable[PinnedArena]) -> None: ...
 
 
 class OtherCopy:
@@ -1009,6 +1010,24 @@ class UnitState:
         self._arenas.remove(arena)
         arena.close()  # an update under way may still use it: the mapping lives as long as a tensor on it does
 
+    def drop_strays(self) -> None:
+        """Close mappings that Ctrl-C kept from what they were made for, or from their end.
+
+        Under the residency lock; every work has ended.
+        """
+        for key in [key for key in self._grad_arenas if key not in self._host_grads]:
+            del self._grad_arenas[key]
+        homes = [part.home_arena for part in self.all_parts if part.home_arena is not None]
+        states = [arena for each in self.state_block.allotted.values() for arena in each]
+        grads = list(self._grad_arenas.values())
+        for block, used in ((self.param_block, homes), (self.state_block, states), (self.grad_block, grads)):
+            self._keeper.drop(block, used)
+        kept = {id(arena) for arena in [*homes, *grads]}
+        strays = [arena for arena in self._arenas if id(arena) not in kept]
+        self._arenas = [segment.arena for block in (self.param_block, self.grad_block) for segment in block.segments]
+        for arena in strays:
+            arena.close()
+
     def take_homes(self) -> None:
         for part in self.full_parts:
             part.take_home()
@@ -1170,10 +1189,12 @@ class UnitState:
                 f"gradients of {self.name}",
                 self.grad_block,
             )
+            grads = {}
             for s in missing:
                 flat = arena.take(s.numel * dtype.itemsize).tensor(dtype, (s.numel,))
-                self._host_grads[s.index, dtype] = flat.as_strided(s.shape, s.stride)
-                self._grad_arenas[s.index, dtype] = arena
+                grads[s.index, dtype] = flat.as_strided(s.shape, s.stride)
+            self._grad_arenas.update(dict.fromkeys(grads, arena))  # first: ``drop_strays`` asks both
+            self._host_grads.update(grads)
             grad = self._host_grads[slot.index, dtype]
         return grad
 
