@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -131,6 +133,52 @@ def test_plan_file_that_is_not_a_plan_is_refused(tmp_path: Path) -> None:
             Plan.from_json(broken)
     with pytest.raises(ConfigError, match="plan_file"):
         Plan.load(tmp_path / "none.json")
+
+
+_ODD = (None, -1, math.nan, math.inf, "x", [], {}, True, 1e308, 10**400)
+
+
+@pytest.mark.parametrize("odd", _ODD, ids=lambda odd: repr(odd)[:8])
+def test_a_plan_whose_values_were_edited_is_refused(odd: Any) -> None:
+    """By one message: what it stated was not looked at, and came up as a TypeError, or was followed."""
+    raw = solve(random_instance(4, 2)).to_json()
+    for name in ("step_s", "peak_nbytes", "dram_peak_nbytes", "nvme_peak_nbytes", "prefetch_units", "mip_gap"):
+        if name == "mip_gap" and odd in (-1, math.inf):
+            continue  # rounding, and a bound that was never found
+        with pytest.raises(ConfigError, match=f"not a plan: {name}"):
+            Plan.from_json({**raw, name: odd})
+    with pytest.raises(ConfigError, match="not a plan: forecast"):
+        Plan.from_json({**raw, "forecast": {**raw["forecast"], "step_s": odd}})
+    if odd != "x":
+        for name in ("planner", "note", "model_key"):
+            with pytest.raises(ConfigError, match=f"not a plan: {name} must be text"):
+                Plan.from_json({**raw, name: odd})
+
+
+def test_a_plan_with_two_lines_for_a_unit_is_refused() -> None:
+    """The later one was followed without a word."""
+    raw = solve(random_instance(4, 2)).to_json()
+    with pytest.raises(ConfigError, match="two lines for unit 'unit0'"):
+        Plan.from_json({**raw, "units": [*raw["units"], raw["units"][0]]})
+
+
+@pytest.mark.parametrize("odd", _ODD, ids=lambda odd: repr(odd)[:8])
+def test_a_profile_whose_values_were_edited_is_refused(odd: Any) -> None:
+    raw = json.loads(json.dumps({**_profile().to_json(), "key": None}))
+    for name, value in raw["units"][0].items():
+        is_free = odd is None and name in ("recompute_s", "update_numel", "newborn_grad_nbytes")
+        if is_free or (name == "name" and odd == "x") or (odd is True and isinstance(value, bool)):
+            continue
+        with pytest.raises(ConfigError, match="must be"):
+            Profile.from_json({**raw, "units": [{**raw["units"][0], name: odd}, *raw["units"][1:]]})
+    for name in raw["machine"].keys() - {"name"}:
+        with pytest.raises(ConfigError, match=f"{name} is .* must be a finite number"):
+            MachineProfile.from_json({name: odd})
+    with pytest.raises(ConfigError, match="device_fixed_nbytes"):
+        Profile.from_json({**raw, "device_fixed_nbytes": odd})
+    if odd is not None:
+        with pytest.raises(ConfigError, match="it was edited"):
+            Profile.from_json({**raw, "key": odd})
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_tieroffload.concepts import Role, Tier
@@ -192,6 +193,23 @@ def test_best_plan_is_no_slower_than_any_planner_by_the_simulator() -> None:
         for planner in ("ilp", "greedy", "lifetime"):
             assert best.forecast.step_s <= solve(instance, planner).forecast.step_s * 1.0011
     assert rank_plans([]) == []
+
+
+@pytest.mark.parametrize("seed", [6, 17, 48])
+def test_options_that_are_named_one_by_one_are_planned_as_well(seed: int) -> None:
+    """As the engine names them: plans with all updates in one place were left out, and steps twice as long chosen."""
+    instance = random_instance(seed, 3)
+    codes = tuple(tuple(OPTIONS[column].code for column in np.flatnonzero(row)) for row in instance.allowed())
+    named = best_plan(dataclasses.replace(instance, options=codes))
+    assert named.forecast.step_s <= best_plan(instance).forecast.step_s * 1.0011
+
+
+def test_a_unit_whose_state_cannot_move_is_no_obstacle_to_updates_on_the_cpu() -> None:
+    """It is updated where its state is, the others in one place; the planner ended with "no option left"."""
+    instance = random_instance(1, 3)
+    units = (dataclasses.replace(instance.units[0], can_move_state=False), *instance.units[1:])
+    instance = dataclasses.replace(instance, units=units, device_budget_nbytes=1 << 40)
+    assert check_plan(instance, best_plan(instance))
 
 
 # ----------------------------------------------------------------------------------------------- lifetimes, bookings

@@ -154,7 +154,7 @@ def links(
     tensor_parallel: TensorParallelOption = 4,
     num_stages: NumStagesOption = None,
     micro_batch: MicroBatchOption = None,
-    top: Annotated[int, typer.Option(help="Print this many of the busiest links.")] = 10,
+    top: Annotated[int, typer.Option(min=0, help="Print this many of the busiest links.")] = 10,
     as_json: JsonOption = False,
     png: PngOption = None,
 ) -> None:

@@ -27,7 +27,7 @@ from lightning_tieroffload.planning.cost_model import (
     Instance,
     UpdatePlace,
 )
-from lightning_tieroffload.planning.profile import UnitProfile
+from lightning_tieroffload.planning.profile import UnitProfile, is_quantity
 from lightning_tieroffload.planning.profile import model_key as key_of_units
 from lightning_tieroffload.sizes import format_nbytes
 from lightning_tieroffload.whole_file import parse_json, write_whole
@@ -49,6 +49,8 @@ __all__ = [
 ]
 
 _FORMAT_VERSION = 1
+_MOST_PREFETCH_UNITS = 1024  # as of the setting
+_PEAKS = ("peak_nbytes", "dram_peak_nbytes", "nvme_peak_nbytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +157,38 @@ class Plan:
                 raise ConfigError(f"plan has format_version {version!r}; this library reads {_FORMAT_VERSION}.")
             fields["units"] = tuple(UnitPlan.from_json(line) for line in fields["units"])
             fields["forecast"] = Forecast(**fields["forecast"])
-            return cls(**fields)
+            plan = cls(**fields)
         except ConfigError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"not a plan: {type(error).__name__}: {error}. Write it with Plan.save, or tieroffload plan --save."
             ) from error
+        plan._refuse_odd_values()
+        return plan
+
+    def _refuse_odd_values(self) -> None:
+        """Raise ``ConfigError`` for a value that no plan has: a file may have been edited."""
+        forecast, gap = self.forecast, self.mip_gap
+        texts = [
+            *(("a unit's name", line.name) for line in self.units),
+            *((name, getattr(self, name)) for name in ("planner", "model_key", "note")),
+            ("forecast.bottleneck", forecast.bottleneck),
+        ]
+        numbers = {name: getattr(self, name) for name in ("step_s", *_PEAKS)}
+        numbers |= {"forecast.step_s": forecast.step_s, "forecast.device_peak_nbytes": forecast.device_peak_nbytes}
+        odd = [f"{name} must be text" for name, value in texts if not isinstance(value, str)]
+        odd += [f"{name} must be a finite number, 0 or more" for name, n in numbers.items() if not is_quantity(n)]
+        if type(self.prefetch_units) is not int or not 0 <= self.prefetch_units <= _MOST_PREFETCH_UNITS:
+            odd.append(f"prefetch_units must be an integer from 0 to {_MOST_PREFETCH_UNITS}")
+        if isinstance(gap, bool) or not isinstance(gap, (int, float)) or not (is_quantity(abs(gap)) or gap == math.inf):
+            odd.append("mip_gap must be a number")
+        if odd:
+            raise ConfigError(f"not a plan: {odd[0]}. Write it with Plan.save, or tieroffload plan --save.")
+        names = [line.name for line in self.units]
+        if len(set(names)) != len(names):
+            name = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"not a plan: it has two lines for unit {name!r}; which of them holds? Plan again.")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan where ``plan_file`` can read it; a reader never sees half a file."""

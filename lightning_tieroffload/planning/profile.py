@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -25,6 +26,7 @@ __all__ = [
     "MachineProfile",
     "Profile",
     "UnitProfile",
+    "is_quantity",
     "model_key",
 ]
 
@@ -35,6 +37,28 @@ _FORMAT_VERSION = 1
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+_LARGEST = 1e30
+
+
+def is_quantity(value: object) -> bool:
+    """Whether ``value`` is a finite number, 0 or more, of which sums and quotients are finite too; no flag is."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= _float(value) <= _LARGEST
+
+
+_MAY_BE_NONE = ("recompute_s", "update_numel", "newborn_grad_nbytes")
+
+
+def _shown(value: object) -> str:
+    return textwrap.shorten(repr(value), 60, placeholder=" ...") if not isinstance(value, int) else f"{_float(value):g}"
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # JSON's integers have no end
+        return math.inf
 
 
 def _from_mapping(cls: type[Any], raw: Mapping[str, Any], where: str) -> Any:
@@ -87,9 +111,12 @@ class UnitProfile:
             if name == "name":
                 _require(isinstance(value, str), f"a unit's name is {value!r}; it must be a string.")
                 continue
+            if name.startswith("can_"):
+                _require(isinstance(value, bool), f"unit {self.name}: {name} is {value!r}; it must be true or false.")
+                continue
             _require(
-                value is None or (isinstance(value, Real) and math.isfinite(value) and float(value) >= 0),
-                f"unit {self.name}: {name} is {value!r}; it must be a finite number, 0 or more.",
+                is_quantity(value) or (value is None and name in _MAY_BE_NONE),
+                f"unit {self.name}: {name} is {_shown(value)}; it must be a finite number, 0 or more.",
             )
 
     @property
@@ -152,10 +179,11 @@ class MachineProfile:
             if f.name == "name":
                 _require(isinstance(value, str), f"a machine's name is {value!r}; it must be a string.")
                 continue
-            least = 0.0 if f.name.endswith(("_frac", "_nbytes")) else math.nextafter(0.0, 1.0)
+            may_be_0 = f.name.endswith(("_frac", "_nbytes"))
             _require(
-                isinstance(value, (int, float)) and math.isfinite(value) and value >= least,
-                f"machine {self.name}: {f.name} is {value!r}; it must be a finite number above 0.",
+                is_quantity(value) and (may_be_0 or value > 0),
+                f"machine {self.name}: {f.name} is {_shown(value)}; it must be a finite number"
+                f"{', 0 or more' if may_be_0 else ' above 0'}.",
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -256,21 +284,27 @@ class Profile:
             ("units", list, "a list"),
             ("notes", Mapping, "an object"),
             ("batch_key", str, "text"),
+            ("source", str, "text"),
         ):
             _require(
                 name not in raw or isinstance(raw[name], kind), f"the profile's {name} must be {shown}. Measure again."
             )
+        fixed = raw.get("device_fixed_nbytes", 0)
+        _require(
+            is_quantity(fixed),
+            f"the profile's device_fixed_nbytes is {_shown(fixed)}; it must be a finite number, 0 or more.",
+        )
         profile = cls(
             machine=MachineProfile.from_json(raw["machine"]),
             units=tuple(_from_mapping(UnitProfile, unit, f"units[{i}]") for i, unit in enumerate(raw["units"])),
             batch_key=raw.get("batch_key", ""),
             source=raw.get("source", "measured"),
-            device_fixed_nbytes=raw.get("device_fixed_nbytes", 0),
+            device_fixed_nbytes=fixed,
             notes=dict(raw.get("notes", {})),
         )
         key = raw.get("key")
         _require(
-            key is None or list(key) == list(profile.key),
+            key is None or key == list(profile.key),
             f"profile says its key is {key}, its contents say {list(profile.key)}: it was edited. Measure again.",
         )
         return profile

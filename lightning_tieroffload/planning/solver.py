@@ -19,7 +19,7 @@ import numpy as np
 from lightning_tieroffload.concepts import Tier
 from lightning_tieroffload.errors import CapacityError, ConfigError, InfeasiblePlanError
 from lightning_tieroffload.planning import baselines
-from lightning_tieroffload.planning.cost_model import OPTIONS, CostTables, Instance
+from lightning_tieroffload.planning.cost_model import OPTIONS, CostTables, Instance, UpdatePlace
 from lightning_tieroffload.planning.ilp import Outcome, OutcomeKind, solve_programme
 from lightning_tieroffload.planning.plan import Plan, check_plan, plan_of
 from lightning_tieroffload.planning.profile import MachineProfile, UnitProfile
@@ -92,8 +92,7 @@ def best_plan(instance: Instance, planner: str = "ilp", *, time_limit_s: float =
         if prefetch != plans[0].prefetch_units
     ]
     # The cost model lets lanes overlap perfectly; where two of them share DRAM, one place alone can be faster.
-    if len(instance.update_places) > 1 and instance.options is None:
-        variants += [dataclasses.replace(instance, update_places=(place,)) for place in instance.update_places]
+    variants += _in_one_place(instance)
     for variant in variants:
         outcome_plan = _solve_ilp_or_none(variant, time_limit_s)
         if outcome_plan is not None:
@@ -103,6 +102,22 @@ def best_plan(instance: Instance, planner: str = "ilp", *, time_limit_s: float =
         plan = _plan_from(instance, candidate, note=f"{candidate.planner} placement; its simulated step is the fastest")
         plans.append(with_forecast(instance, plan))
     return rank_plans(plans)[0]
+
+
+def _in_one_place(instance: Instance) -> list[Instance]:
+    """The problem with all updates on the CPU, and on the device, where units have that choice; none if none has."""
+    allowed = [[OPTIONS[column] for column in np.flatnonzero(row)] for row in instance.allowed()]
+    variants = []
+    for place in UpdatePlace:
+        # Frozen units update nothing, and a unit that can be updated elsewhere only stays as it is.
+        left = [
+            ([option for option in options if option.update_on is place] if unit.trained_numel else []) or options
+            for unit, options in zip(instance.units, allowed, strict=True)
+        ]
+        if left != allowed:
+            codes = tuple(tuple(option.code for option in options) for options in left)
+            variants.append(dataclasses.replace(instance, options=codes))
+    return variants
 
 
 def _solve_ilp_or_none(instance: Instance, time_limit_s: float) -> Plan | None:

@@ -32,6 +32,7 @@ UNPLACED = 1e200
 # More exchanges than any case that brute force can finish needs.
 EXACT_ROUNDS = 10_000
 BRUTE_FORCE_LIMIT = 8_000_000
+_LARGEST_POPULATION = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,8 +443,8 @@ def optimise(
     (default: stage i on site i). Raises ``ConfigError`` for settings out of range and ``CapacityError`` if the stages
     do not fit on the sites even with everything recomputed.
     """
-    if population < 4:
-        raise ConfigError(f"population={population} must be 4 or more (20 to 50 works well).")
+    if not 4 <= population <= _LARGEST_POPULATION:
+        raise ConfigError(f"population={population} must be 4 or more, to {_LARGEST_POPULATION} (20 to 50 works well).")
     for key, value in (("mutation_rate", mutation_rate), ("elite_frac", elite_frac)):
         if not 0 <= value <= 1:
             raise ConfigError(f"{key}={value} must be between 0 and 1.")
@@ -452,8 +453,10 @@ def optimise(
         ("num_generations", num_generations),
         ("stall_generations", stall_generations),
     ):
-        if count < 1:
-            raise ConfigError(f"{key}={count} must be 1 or more.")
+        if not 1 <= count < 2**31:
+            raise ConfigError(f"{key}={count} must be 1 or more, and below 2^31.")
+    if not 0 <= seed < 2**32:  # of a larger one the generator takes the low bits
+        raise ConfigError(f"seed={seed} must be 0 or more, and below 2^32.")
     start = _whole_permutation(problem, positions)
     _check_fits(problem, move_bits)
     bits, order, pairs, history, num_evaluations, stalled = _evolve(
