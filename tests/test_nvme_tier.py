@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import lightning_tieroffload as tieroffload
 from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.host_space import HostNeed, assign_homes
 from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.engine.unit_state import CAUTIOUS
@@ -156,6 +157,58 @@ def test_optimizers(tmp_path: Path, cls: Any, options: Any, settings: Any) -> No
                 assert all(same_bits(x[key], y[key]) for key in x)
     else:
         check(build, loop, variants, nvme_paths=[tmp_path], dram_budget=budget)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("way", ["load_state_dict", "copy_", "data", "closure"])
+def test_weights_are_written_while_calls_wait_to_run_again(
+    tmp_path: Path, way: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running them first brings other weights in, and those to be written may leave meanwhile: here they do."""
+    unfold = DeviceSpace.unfold
+
+    def unfold_and_leave(unit: Any) -> None:
+        unfold(unit)
+        host, block = unit._keeper, unit.param_block
+        if block.is_paged and block.is_resident and not block.is_shown and block not in host._leases:
+            host._evict(block)
+
+    monkeypatch.setattr(DeviceSpace, "unfold", staticmethod(unfold_and_leave))
+    build = mlp_build() if way != "closure" else mlp_build(torch.optim.LBFGS, max_iter=2)
+
+    def loop(model: Any, optimizer: Any, look: Any) -> None:
+        graphs = []
+        for step, x in enumerate(batches(5)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                graphs.append(mlp_loss(model, x))  # alive, as in the frames of an exception that somebody holds
+                values = {name: value * 0.5 for name, value in model.state_dict().items()}
+                if step and way == "load_state_dict":
+                    model.load_state_dict(values)
+                for name, p in model.named_parameters() if step else ():
+                    if way == "copy_":
+                        with torch.no_grad():
+                            p.copy_(values[name])
+                    elif way == "data":
+                        p.data = values[name]
+
+            def loss_of(x: Any = x) -> Any:
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = mlp_loss(model, x)
+                loss.backward()
+                return loss
+
+            if way == "closure":
+                optimizer.step(loss_of)
+            else:
+                look(loss=loss_of())
+                optimizer.step()
+            look(graph=graphs[-1])
+
+    budget = least_dram(build, tmp_path, activations="recompute")
+    for prefetch in (1, 4):
+        variants = [Variant(debug, prefetch=prefetch, budget="starved", every_look=False) for debug in (POISON, SLOW)]
+        check(build, loop, variants, nvme_paths=[tmp_path], dram_budget=budget, activations="recompute")
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 4])
