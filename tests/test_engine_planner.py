@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import mmap
 import random
 import time
 from pathlib import Path
@@ -36,9 +37,11 @@ from lightning_tieroffload.config import TierOffloadConfig
 from lightning_tieroffload.engine import instance_maker
 from lightning_tieroffload.engine import planner as engine_planner
 from lightning_tieroffload.engine import profiler as engine_profiler
+from lightning_tieroffload.engine.activations import ActivationStore
 from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
 from lightning_tieroffload.engine.placement import homes_of, placement_key
 from lightning_tieroffload.engine.planner import Planner
+from lightning_tieroffload.engine.streams import make_streams
 from lightning_tieroffload.errors import ConfigError, InfeasiblePlanError, UnsupportedError
 from lightning_tieroffload.llama_shape import LLAMA_SIZES, LlamaShape
 from lightning_tieroffload.planning.cost_model import ActivationChoice, UpdatePlace
@@ -314,6 +317,25 @@ def _holds(seed: int) -> str:
 def test_random_models_and_budgets() -> None:
     """40 random pairs: a clear infeasibility whose least budget works, or a run inside its budgets. Both occur."""
     assert {_holds(seed) for seed in range(40)} == {"ran", "refused"}
+
+
+@pytest.mark.parametrize("pin", [False, True])
+@pytest.mark.parametrize("room_nbytes", [0, 64, 3552, 4095, 4096, 5000, 8191, 8192, 100_000])
+def test_activations_map_no_more_host_memory_than_is_left(room_nbytes: int, pin: bool) -> None:
+    """Whole pages are mapped: what was left of dram_budget was compared with the bytes asked for, and overrun."""
+    store: ActivationStore
+    store = ActivationStore(
+        make_streams(CPU, on_stall=lambda *_: None),
+        pin=pin,
+        headroom_nbytes=lambda: room_nbytes - store.mapped_nbytes(),
+    )
+    blocks = [store.lend(1000) for _ in range(20)]
+    assert store.mapped_nbytes() <= room_nbytes
+    assert (blocks[0] is not None) == (room_nbytes >= mmap.PAGESIZE)
+    for block in blocks:
+        if block is not None:
+            block.free()
+    store.close()
 
 
 @pytest.mark.slow

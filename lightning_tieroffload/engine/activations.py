@@ -11,6 +11,7 @@ nothing. A block is freed when its last handle dies, whichever way the graph end
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections import deque
@@ -206,6 +207,7 @@ class ActivationStore:
         for arena in self._arenas:
             if arena.largest_free_nbytes >= wanted:
                 return arena.take(nbytes)
+        wanted = round_up(wanted, mmap.PAGESIZE)  # whole pages are mapped, and count
         left_nbytes = self._headroom_nbytes() if self._headroom_nbytes is not None else wanted
         if left_nbytes < wanted:
             if not must_fit:
@@ -214,7 +216,8 @@ class ActivationStore:
                 f"an activation of {format_nbytes(nbytes)} does not fit into dram_budget: {format_nbytes(left_nbytes)} "
                 'is free. Raise dram_budget, lower the batch size, or set activations="keep".'
             )
-        nbytes_to_map = max(wanted, min(_SEGMENT_NBYTES, left_nbytes)) if self._pin else wanted
+        whole_nbytes = left_nbytes - left_nbytes % mmap.PAGESIZE
+        nbytes_to_map = max(wanted, min(_SEGMENT_NBYTES, whole_nbytes)) if self._pin else wanted
         arena = PinnedArena(nbytes_to_map, pin=self._pin, label="activations", poison=self._poison)
         self._arenas.append(arena)
         return arena.take(nbytes)
