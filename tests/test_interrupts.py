@@ -31,6 +31,7 @@ from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.host_space import HostSpace
 from lightning_tieroffload.engine.offload_engine import engine_of
 from lightning_tieroffload.engine.optimizer import Updates
+from lightning_tieroffload.engine.recompute import Watch
 from lightning_tieroffload.engine.saved import push_hooks
 from lightning_tieroffload.engine.streamed_updates import StreamedUpdates
 from lightning_tieroffload.engine.unit_state import UnitState
@@ -307,6 +308,27 @@ def test_a_checkpoint_that_ends_behind_reset_takes_off_nobodys_hooks() -> None:
     again = torch.utils.checkpoint.checkpoint(lambda x: x.exp(), torch.ones(2, requires_grad=True), use_reentrant=False)
     again.sum().backward()
     assert top(True) is None
+    engine.close()
+
+
+@pytest.mark.parametrize("num_begun", [1, 2])
+def test_watches_that_ctrl_c_left_are_taken_off(num_begun: int) -> None:
+    """Begun, wholly or by half, and struck before anybody knew; another engine's stays."""
+    model, optimizer = _build()
+    tieroffload.offload(model, optimizer, **SETTINGS)
+    engine = engine_of(model)
+    assert engine is not None
+    others, mine = Watch(set(), None), Watch(set(), engine.space)
+    others.begin()
+    mine.__enter__()
+    if num_begun == 2:
+        mine._aside.__enter__()
+    engine.reset()
+    assert torch._C._len_torch_dispatch_stack() == 1
+    assert torch._C._get_dispatch_stack_at(0) is others
+    assert torch._C._len_torch_function_stack() == 1
+    others.end()
+    assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
     engine.close()
 
 

@@ -37,7 +37,7 @@ from lightning_tieroffload.engine.order import Phase
 from lightning_tieroffload.engine.params import AutocastParameter, ComputeParameter, ParamSlot
 from lightning_tieroffload.engine.planner import Planner
 from lightning_tieroffload.engine.profiler import Profiler, largest_numel
-from lightning_tieroffload.engine.recompute import Recompute, Region
+from lightning_tieroffload.engine.recompute import Recompute, Region, pop_left_watches
 from lightning_tieroffload.engine.saved import hooks_are_ours, pop_hooks, pop_left_hooks, push_hooks
 from lightning_tieroffload.engine.unit_state import Part, UnitState
 from lightning_tieroffload.engine.wire import wire_dtype
@@ -414,6 +414,7 @@ class ModuleHooks:
         while frames:
             self._close(frames.pop())
         pop_left_hooks(self._space)
+        pop_left_watches(self._space)
 
     def add(self, module: nn.Module, units: tuple[UnitState, ...]) -> None:
         """Open a window over ``units`` around the module's forward."""

@@ -52,7 +52,7 @@ from lightning_tieroffload.engine.nested import tensors_in
 from lightning_tieroffload.engine.params import ParamSlot, managed_slot
 from lightning_tieroffload.engine.saved import SavedHooks, checkpoint_hooks
 
-__all__ = ["Recompute", "Region", "Watch"]
+__all__ = ["Recompute", "Region", "Watch", "pop_left_watches"]
 
 # Their forward writes statistics that it does not read: made again into a copy, nothing shows.
 _COUNTING_NORMS = frozenset(
@@ -232,7 +232,7 @@ class _Aside(TorchFunctionMode):
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self._watch = watch
+        self.watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -240,7 +240,7 @@ class _Aside(TorchFunctionMode):
             return func(*args, **kwargs)
         with torch._C._DisableTorchDispatch():
             result = func(*args, **kwargs)
-        self._watch.note_made(result, may_write="out" in kwargs)
+        self.watch.note_made(result, may_write="out" in kwargs)
         return result
 
 
@@ -249,8 +249,9 @@ class Watch(TorchDispatchMode):
 
     is_engines = True
 
-    def __init__(self, may_write: set[int]) -> None:
+    def __init__(self, may_write: set[int], space: DeviceSpace | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.space = space  # whose forward it is
         self.why: str | None = None
         self.num_paused = 0  # while the engine itself moves something
         self._may_write = may_write  # storages: batch statistics
@@ -480,6 +481,25 @@ def _set_attributes(module: nn.Module, values: dict[str, Any]) -> None:
     own.update(values)
 
 
+def pop_left_watches(space: DeviceSpace) -> None:
+    """After an exception: watches of ``space`` that Ctrl-C has left on this thread's stacks, struck before or while
+    anybody noted them. Whatever else is on top is in a context of the user's, or another engine's, which is open still.
+    """
+    while num := torch._C._len_torch_function_stack():
+        aside = torch._C._get_function_stack_at(num - 1)
+        if not isinstance(aside, _Aside) or aside.watch.space is not space:
+            break
+        torch.overrides._pop_mode()
+    while num := torch._C._len_torch_dispatch_stack():
+        watch = torch._C._get_dispatch_stack_at(num - 1)
+        if not isinstance(watch, Watch) or watch.space is not space:
+            break
+        try:
+            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        except IndexError:  # struck in the middle of that
+            torch._C._pop_torch_dispatch_stack(None)
+
+
 @contextlib.contextmanager
 def _without_modes() -> Iterator[None]:
     """Plainly nothing runs again, so the modes of this thread see nothing. Torch's checkpoint sets forward's device."""
@@ -515,7 +535,7 @@ class Region:
         self.watch: Watch | None = None
         if not owner.is_accepted:
             norms = [m for m in modules if _counts(m)]
-            self.watch = Watch({_storage(b) for m in norms for b in m._buffers.values() if b is not None})
+            self.watch = Watch({_storage(b) for m in norms for b in m._buffers.values() if b is not None}, owner._space)
         early_stop = (True,) if _TAKES_EARLY_STOP else ()
         self._generator: Any = torch_checkpoint._checkpoint_without_reentrant_generator(
             self._again.run, True, torch_checkpoint.noop_context_fn, "default", False, *early_stop, *tensors
