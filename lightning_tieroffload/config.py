@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CONFIG_ENVIRONMENT_KEY",
     "CUDA_DEVICE_FRAC",
+    "MOST_PREFETCH_UNITS",
     "ResolvedBudgets",
     "TierOffloadConfig",
     "cuda_allocator_is_tuned",
@@ -62,6 +63,7 @@ Auto = Literal["auto"]
 _HOST_MARGIN_FRAC = 0.10
 _CUDA_MARGIN_FRAC = 0.05
 CUDA_DEVICE_FRAC = 0.4
+MOST_PREFETCH_UNITS = 1024
 _NVME_MARGIN_FRAC = 0.10
 _LEAST_MARGIN_NBYTES = 512 * MiB
 _CPU_DEVICE_FRAC = 0.25
@@ -414,7 +416,7 @@ _READERS: dict[str, _Reader] = {
     "plan_file": _optional_path,
     "profile_steps": _auto_integer_reader(0, 1000),
     "verify_reads": _flag,
-    "prefetch_units": _auto_integer_reader(0, 1024),
+    "prefetch_units": _auto_integer_reader(0, MOST_PREFETCH_UNITS),
     "io_threads": _auto_integer_reader(1, 256),
     "block_nbytes": _block_nbytes,
     "nvme_write_budget": _optional_budget,

@@ -29,7 +29,7 @@ from lightning_tieroffload.engine import offload_engine, torch_patches
 from lightning_tieroffload.engine.device_space import DeviceSpace
 from lightning_tieroffload.engine.gradients import Gradients
 from lightning_tieroffload.engine.host_space import HostSpace
-from lightning_tieroffload.engine.offload_engine import engine_of
+from lightning_tieroffload.engine.offload_engine import OffloadEngine, engine_of
 from lightning_tieroffload.engine.optimizer import Updates
 from lightning_tieroffload.engine.recompute import Watch
 from lightning_tieroffload.engine.saved import push_hooks
@@ -56,6 +56,15 @@ def _build() -> tuple[nn.Module, torch.optim.Optimizer]:
     seed_all(0)
     model = mlp(3)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _attached(**changes: Any) -> tuple[nn.Module, torch.optim.Optimizer, OffloadEngine]:
+    """Under `SETTINGS` with ``changes``. Who drops the model drops the engine."""
+    model, optimizer = _build()
+    tieroffload.offload(model, optimizer, **{**SETTINGS, **changes})
+    engine = engine_of(model)
+    assert engine is not None
+    return model, optimizer, engine
 
 
 def _fit(model: nn.Module, optimizer: torch.optim.Optimizer, boundaries: list[dict[str, Any]] | None = None) -> None:
@@ -264,10 +273,7 @@ def test_ctrl_c_while_casts_are_made_kept_and_dropped(plain_late: Plain, one_thr
 
 def test_hooks_that_ctrl_c_left_are_taken_off() -> None:
     """Pushed, and struck before anybody knew: the engine's own and a checkpoint's, over those of an open context."""
-    model, optimizer = _build()
-    tieroffload.offload(model, optimizer, **SETTINGS)
-    engine = engine_of(model)
-    assert engine is not None
+    _model, _optimizer, engine = _attached()
     top = torch._C._autograd._top_saved_tensors_default_hooks
     with torch.autograd.graph.save_on_cpu():
         users = top(True)
@@ -290,10 +296,7 @@ def test_hooks_that_ctrl_c_left_are_taken_off() -> None:
 
 def test_a_checkpoint_that_ends_behind_reset_takes_off_nobodys_hooks() -> None:
     """Its generator lives as long as the exception's frames do; by then the hooks on top are somebody else's."""
-    model, optimizer = _build()
-    tieroffload.offload(model, optimizer, **SETTINGS)
-    engine = engine_of(model)
-    assert engine is not None
+    _model, _optimizer, engine = _attached()
     top = torch._C._autograd._top_saved_tensors_default_hooks
     late = torch.utils.checkpoint._checkpoint_without_reentrant_generator(
         lambda x: x, True, torch.utils.checkpoint.noop_context_fn, "default", False, True, torch.ones(2)
@@ -314,10 +317,7 @@ def test_a_checkpoint_that_ends_behind_reset_takes_off_nobodys_hooks() -> None:
 @pytest.mark.parametrize("num_begun", [1, 2])
 def test_watches_that_ctrl_c_left_are_taken_off(num_begun: int) -> None:
     """Begun, wholly or by half, and struck before anybody knew; another engine's stays."""
-    model, optimizer = _build()
-    tieroffload.offload(model, optimizer, **SETTINGS)
-    engine = engine_of(model)
-    assert engine is not None
+    _model, _optimizer, engine = _attached()
     others, mine = Watch(set(), None), Watch(set(), engine.space)
     others.begin()
     mine.__enter__()
@@ -334,10 +334,7 @@ def test_watches_that_ctrl_c_left_are_taken_off(num_begun: int) -> None:
 
 def test_copies_that_ctrl_c_left_have_landed_behind_reset() -> None:
     """Struck between the order of a copy and the note of its ticket: its memory may go next."""
-    model, optimizer = _build()
-    tieroffload.offload(model, optimizer, **SETTINGS, debug=["delays"])
-    engine = engine_of(model)
-    assert engine is not None
+    _model, _optimizer, engine = _attached(debug=["delays"])
     target, source = torch.zeros(8), torch.ones(8)
     for _ in range(20):
         target.zero_()
@@ -348,10 +345,7 @@ def test_copies_that_ctrl_c_left_have_landed_behind_reset() -> None:
 
 
 def test_a_fetch_that_ctrl_c_cut_off_copies_nothing_into_memory_that_is_gone(monkeypatch: Any) -> None:
-    model, optimizer = _build()
-    tieroffload.offload(model, optimizer, **SETTINGS, debug=["delays"])
-    engine = engine_of(model)
-    assert engine is not None
+    model, _optimizer, engine = _attached(debug=["delays"])
     streams: Any = engine.space.streams
     order = streams.upload
 
@@ -389,10 +383,7 @@ def test_autocast_ends_where_ctrl_c_strikes_us_at_its_end() -> None:
 
 
 def test_old_casts_that_died_are_not_counted_twice_by_reset() -> None:
-    model, optimizer = _build()
-    tieroffload.offload(model, optimizer, **{**SETTINGS, "device_budget": "1MiB"})
-    engine = engine_of(model)
-    assert engine is not None
+    model, optimizer, engine = _attached(device_budget="1MiB")
     for step in range(3):
         with torch.autocast("cpu", torch.bfloat16):
             loss = (model(torch.ones(4, 64)).float() ** 2).mean()
@@ -532,10 +523,7 @@ def _fit_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _held_after(at: int, settings: dict[str, Any]) -> tuple[Any, Strike]:
     """What is held after a job that was struck, recovered and was done again to its end."""
-    model, optimizer = _build()
-    tieroffload.offload(model, optimizer, **{**SETTINGS, **settings})
-    engine = engine_of(model)
-    assert engine is not None
+    model, optimizer, engine = _attached(**settings)
     with Strike(at) as strike:
         try:
             _fit_twice(model, optimizer)

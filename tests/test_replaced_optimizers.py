@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_models_that_come_and_go_beside_one_that_stays(tmp_path: Path, on_flash:
             model = mlp(4)
             optimizer = AdamW(model.parameters())
             kept.append(optimizer)  # a user may keep it: it is ordinary again
-            with attach_closing(model, optimizer, variant, **settings) as engine:
+            with contextlib.closing(attach(model, optimizer, variant, **settings)) as engine:
                 assert engine.core is first.core
                 mlp_loss(model, batches(1)[0]).backward()
                 optimizer.step()
@@ -79,23 +80,12 @@ def test_models_that_come_and_go_beside_one_that_stays(tmp_path: Path, on_flash:
     assert len(set(estimates)) == 1
 
 
-class attach_closing:
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self._engine = attach(*args, **settings)
-
-    def __enter__(self) -> Any:
-        return self._engine
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()
-
-
 def test_steps_go_on_where_the_first_optimizer_has_had_its_day() -> None:
     """Two phases over other parameters each: the second one's steps count in the end; a critic's five do not."""
     model = mlp(4)
     params = list(model.parameters())
     rare, often = SGD(params[:2], lr=1e-2), SGD(params[2:], lr=1e-2)
-    with one_thread(), attach_closing(model, [rare, often], Variant()) as engine:
+    with one_thread(), contextlib.closing(attach(model, [rare, often], Variant())) as engine:
 
         def step(optimizer: Any) -> int:
             mlp_loss(model, batches(1)[0]).backward()
@@ -113,7 +103,7 @@ def test_steps_go_on_where_the_first_optimizer_has_had_its_day() -> None:
 
 def test_a_dropped_optimizer_leaves_the_books() -> None:
     model = mlp(2)
-    with one_thread(), attach_closing(model, None, Variant()) as engine:
+    with one_thread(), contextlib.closing(attach(model, None, Variant())) as engine:
         for _ in range(5):
             engine.adopt_optimizer(torch.optim.Adam(model.parameters()))
         assert len(engine._optimizers) <= 2

@@ -489,6 +489,18 @@ class DeviceSpace:
                     part.home_read.wait()
                     self._drop_stale(part)
 
+    def open_homes(self, slots: Sequence[ParamSlot]) -> None:
+        """The host is about to write to these weights: what needs the old bits has them, and the homes are there.
+
+        In this order: calls that wait to run again do so first, and may take homes out of DRAM.
+        """
+        units = list(dict.fromkeys(slot.unit for slot in slots))
+        with self.lock:
+            for unit in units:
+                self.keep_old(unit, slots)
+            for unit in units:
+                self.settle_home(unit, to_write=True)
+
     def keep_old(self, unit: UnitState, slots: Sequence[ParamSlot]) -> None:
         """The home of these weights is about to be written: casts that are alive keep their bits, and so do graphs.
 

@@ -1063,8 +1063,7 @@ class OffloadEngine:
         self.space.check_process()
         with self.space.lock, outside_transforms(), torch._C._InferenceMode(False):
             torch._C._set_grad_enabled(False)
-            self.space.keep_old(slot.unit, [slot])  # runs calls again, which may take the home out of DRAM
-            self.space.settle_home(slot.unit, to_write=True)
+            self.space.open_homes([slot])
             slot.unit.write_home(slot, source)
             self.space.home_written(slot.unit, [slot])
             self.space.refresh(slot.unit)

@@ -1216,11 +1216,7 @@ class Updates:
         def to_hosts() -> None:
             with self._space.lock, torch._C._InferenceMode(False):
                 torch._C._set_grad_enabled(False)
-                units = list({slot.unit: None for slot in slots})
-                for unit in units:
-                    self._space.keep_old(unit, slots)  # runs calls again, which may take homes out of DRAM
-                for unit in units:
-                    self._space.settle_home(unit, to_write=True)
+                self._space.open_homes(slots)
                 leased.extend(self._space.host.lease(blocks))
                 for slot in slots:
                     _copy_marks(slot.param, hosts[slot.param])

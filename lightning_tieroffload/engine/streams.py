@@ -382,9 +382,10 @@ class DelayedStreams:
         def add() -> None:
             if not sums:
                 with torch._C._InferenceMode(False):
-                    total, start = torch.empty_like(target), before.detach().clone()
-                    _add(start if before is target else total, start, grad)
-                    sums.append(start if before is target else total)
+                    start = before.detach().clone()
+                    total = start if before is target else torch.empty_like(target)
+                    _add(total, start, grad)
+                    sums.append(total)
             _copy([(target, sums[0])])
 
         return self.later(add, "d2h", label, target.nbytes), {}

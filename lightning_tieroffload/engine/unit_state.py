@@ -369,6 +369,10 @@ class HostBlock:
         """What is used of it in DRAM now."""
         return self.charged_nbytes if self.is_paged else sum(s.arena.used_nbytes for s in self.segments)
 
+    def allotted_arenas(self) -> list[PinnedArena]:
+        """Of optimizer state: every mapping that some slot was allotted, once for each of these."""
+        return [arena for arenas in self.allotted.values() for arena in arenas]
+
     def give_pages_back(self) -> None:
         with self._on_device():
             for segment in self.segments:
@@ -1018,7 +1022,7 @@ class UnitState:
         for key in [key for key in self._grad_arenas if key not in self._host_grads]:
             del self._grad_arenas[key]
         homes = [part.home_arena for part in self.all_parts if part.home_arena is not None]
-        states = [arena for each in self.state_block.allotted.values() for arena in each]
+        states = self.state_block.allotted_arenas()
         grads = list(self._grad_arenas.values())
         for block, used in ((self.param_block, homes), (self.state_block, states), (self.grad_block, grads)):
             self._keeper.drop(block, used)
@@ -1270,7 +1274,7 @@ class UnitState:
         self.device_state.clear()
         for slot in self.slots:
             slot.split = None
-        for arena in [*self._arenas, *(a for each in self.state_block.allotted.values() for a in each)]:
+        for arena in [*self._arenas, *self.state_block.allotted_arenas()]:
             arena.close()
         for block in self.blocks:
             block.tensors.clear()

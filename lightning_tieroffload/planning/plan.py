@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_tieroffload.concepts import Tier
+from lightning_tieroffload.config import MOST_PREFETCH_UNITS
 from lightning_tieroffload.errors import CapacityError, ConfigError, InfeasiblePlanError
 from lightning_tieroffload.planning.cost_model import (
     NUM_STAGED_UPDATES,
@@ -49,7 +50,6 @@ __all__ = [
 ]
 
 _FORMAT_VERSION = 1
-_MOST_PREFETCH_UNITS = 1024  # as of the setting
 _PEAKS = ("peak_nbytes", "dram_peak_nbytes", "nvme_peak_nbytes")
 
 
@@ -179,8 +179,8 @@ class Plan:
         numbers |= {"forecast.step_s": forecast.step_s, "forecast.device_peak_nbytes": forecast.device_peak_nbytes}
         odd = [f"{name} must be text" for name, value in texts if not isinstance(value, str)]
         odd += [f"{name} must be a finite number, 0 or more" for name, n in numbers.items() if not is_quantity(n)]
-        if type(self.prefetch_units) is not int or not 0 <= self.prefetch_units <= _MOST_PREFETCH_UNITS:
-            odd.append(f"prefetch_units must be an integer from 0 to {_MOST_PREFETCH_UNITS}")
+        if type(self.prefetch_units) is not int or not 0 <= self.prefetch_units <= MOST_PREFETCH_UNITS:
+            odd.append(f"prefetch_units must be an integer from 0 to {MOST_PREFETCH_UNITS}")
         if isinstance(gap, bool) or not isinstance(gap, (int, float)) or not (is_quantity(abs(gap)) or gap == math.inf):
             odd.append("mip_gap must be a number")
         if odd:
